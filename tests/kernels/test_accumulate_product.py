@@ -1,4 +1,5 @@
-"""accumulate_product against float64, and to the bit between threads and, in float32, instruction sets."""
+"""accumulate_product compared with float64; equal bits with any number of threads and, in float32, any instruction
+set."""
 
 import torch
 
@@ -18,7 +19,7 @@ SHAPES = [(0, 3, 5), (1, 1, 1), (3, 5, 7), (257, 37, 129), (300, 200, 200)]  # 3
 @each("subtract", [False, True])
 def test_equals_float64(shape: tuple[int, int, int], dtype: torch.dtype, upper: bool, subtract: bool) -> None:
     k, m, n = shape
-    a, b = random(k, m + 2).to(dtype)[:, 1:-1], random(k, n, seed=1).to(dtype)  # rows of `a` are apart
+    a, b = random(k, m + 2).to(dtype)[:, 1:-1], random(k, n, seed=1).to(dtype)  # rows of `a` have a stride
     memory = torch.full((m + 1, n + 3), torch.nan)  # `out` is a part of it
     out = memory[:m, 1 : n + 1].copy_(random(m, n, seed=2))
     before, product = out.double(), a.double().T @ b.double()
@@ -33,19 +34,19 @@ def test_equals_float64(shape: tuple[int, int, int], dtype: torch.dtype, upper: 
 
 @compiled
 def test_bits_do_not_depend_on_threads() -> None:
-    x, found = random(300, 250), []
+    x, results = random(300, 250), []
     for num_threads in (1, 2, 3):
         set_threads(num_threads)
-        found.append(torch.zeros(250, 250))
-        accumulate_product(found[-1], x, x, subtract=False, upper=True)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        results.append(torch.zeros(250, 250))
+        accumulate_product(results[-1], x, x, subtract=False, upper=True)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_instruction_sets_give_the_same_bits_in_float32() -> None:
-    x, found = random(300, 250), []
+    x, results = random(300, 250), []
     for way in instruction_sets():
         with computing(way):
-            found.append(torch.zeros(250, 250))
-            accumulate_product(found[-1], x, x, subtract=False, upper=False)
-    assert all(torch.equal(each, found[0]) for each in found)
+            results.append(torch.zeros(250, 250))
+            accumulate_product(results[-1], x, x, subtract=False, upper=False)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -1,4 +1,5 @@
-"""Layer by layer a model gives what it gives as a whole; linear layers that share an input are told, and folds keep the output."""
+"""Layer by layer a model gives the results of the whole; linear layers that share an input are detected, and folds keep
+the output."""
 
 from dataclasses import replace
 
@@ -26,35 +27,35 @@ QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(a
 def calibrator_of(
     family: str, sequential: bool = True, dtype: DType = DType.float32
 ) -> tuple[Engine, SequentialCalibrator, torch.Tensor]:
-    """And what the whole model gives [T, E] for the same samples."""
+    """Return a calibrator, and the whole model's result [T, E] for the same samples."""
     run = run_config(GOLDENS / family, allow_pickle=True)
     engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 3)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
     model, cache, (probe, *batches) = engine.executor.model, engine.executor.cache, calibration_batches(engine, samples)
     with torch.inference_mode():
-        whole = torch.cat([model(batch, cache) for batch in batches])
+        expected = torch.cat([model(batch, cache) for batch in batches])
     calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential, with_cache=True)
-    return engine, calibrator, whole
+    return engine, calibrator, expected
 
 
 @each("family", GOLDEN_FAMILIES)
 def test_layers_in_turn_are_the_model(family: str) -> None:
-    engine, calibrator, whole = calibrator_of(family)
+    engine, calibrator, expected = calibrator_of(family)
     for _ in engine.executor.model.layers:
         calibrator.advance()
     head = calibrator.observe_head(["lm_head"], Statistics(hessian=True))
-    assert head.sample.equal(whole)
-    assert head.absmax.equal(whole.abs().amax(0))
+    assert head.sample.equal(expected)
+    assert head.absmax.equal(expected.abs().amax(0))
     assert head.hessian is not None
-    torch.testing.assert_close(head.hessian.mean(), whole.T @ whole / len(whole))
+    torch.testing.assert_close(head.hessian.mean(), expected.T @ expected / len(expected))
 
 
 @pytest.mark.long
 @each("family", GOLDEN_FAMILIES)
 def test_a_pass_that_observes_goes_on(family: str) -> None:
-    """And notes what it leaves in the cache: the second way ends where the first one does."""
-    engine, calibrator, whole = calibrator_of(family, sequential=False)
+    """It stores the state of the cache, so that the second pass ends with the same result."""
+    engine, calibrator, expected = calibrator_of(family, sequential=False)
     _, again, _ = calibrator_of(family)
     for _ in engine.executor.model.layers:
         calibrator.observe()
@@ -62,7 +63,7 @@ def test_a_pass_that_observes_goes_on(family: str) -> None:
         assert observed is not None
         assert stepped is not None
         assert all(one.equal(other) for one, other in zip(observed, stepped, strict=True))
-    assert calibrator.observe_head(["lm_head"], Statistics()).sample.equal(whole)
+    assert calibrator.observe_head(["lm_head"], Statistics()).sample.equal(expected)
 
 
 SHARING = {
@@ -73,7 +74,7 @@ SHARING = {
 
 
 def linears_of(engine: Engine) -> tuple[list[str], str]:
-    """The first layer's linear layers, by their names in it, and what their full names begin with."""
+    """Return the first layer's linear layers, by their names in it, and the prefix of their full names."""
     model = engine.executor.model
     names = list(plan(model, QUANT))
     prefix = f"{model.layout.layers}.0."
@@ -83,9 +84,9 @@ def linears_of(engine: Engine) -> tuple[list[str], str]:
 @each("family", SHARING)
 def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> None:
     engine, calibrator, _ = calibrator_of(family)
-    own, _ = linears_of(engine)
-    groups = calibrator.observe(own)
-    assert sorted(name for group in groups for name in group.linears) == sorted(own)
+    linears, _ = linears_of(engine)
+    groups = calibrator.observe(linears)
+    assert sorted(name for group in groups for name in group.linears) == sorted(linears)
     assert [set(group.linears) for group in groups if group.norm is not None] == SHARING[family]
 
 
@@ -93,40 +94,41 @@ def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> No
 @each("dtype", [DType.float32, DType.bfloat16, DType.float16])
 @each("family", ["llama3", "gpt2", "opt"])
 def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None:
-    """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
-    engine, calibrator, whole = calibrator_of(family, sequential=False, dtype=dtype)
-    own, prefix = linears_of(engine)
-    methods = [linear_layer(engine.executor.model, prefix + name).method for name in own]
+    """The products are the model's except for rounding, in the same groups, and the layer is unchanged afterwards."""
+    engine, calibrator, expected = calibrator_of(family, sequential=False, dtype=dtype)
+    linears, prefix = linears_of(engine)
+    methods = [linear_layer(engine.executor.model, prefix + name).method for name in linears]
     with pytest.MonkeyPatch.context() as patch:
-        for method in set(map(type, methods)):  # the layers' own products may not be used
+        for method in set(map(type, methods)):  # the layers' own products must not be used
             patch.setattr(method, "apply", None)
-        groups = calibrator.observe(own)
-    assert sorted(name for group in groups for name in group.linears) == sorted(own)
-    assert [linear_layer(engine.executor.model, prefix + name).method for name in own] == methods
+        groups = calibrator.observe(linears)
+    assert sorted(name for group in groups for name in group.linears) == sorted(linears)
+    assert [linear_layer(engine.executor.model, prefix + name).method for name in linears] == methods
     calibrator.advance()
     for _ in engine.executor.model.layers[1:]:
         calibrator.observe()
         calibrator.advance()
     sample = calibrator.observe_head(["lm_head"], Statistics()).sample
     # a dozen roundings of one unit in the last place in each of two layers
-    assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
+    assert (sample - expected.float()).norm() < 24 * torch.finfo(expected.dtype).eps * expected.float().norm()
 
 
 @pytest.mark.long
 @each("family", GOLDEN_FAMILIES)
 def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
-    """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
-    engine, calibrator, whole = calibrator_of(family)
-    own, prefix = linears_of(engine)
-    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
+    """Folds that would change it are omitted: ChatGLM-6B's norms feed the residual stream, a mixture's second norm the
+    router."""
+    engine, calibrator, expected = calibrator_of(family)
+    linears, prefix = linears_of(engine)
+    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in linears}
     schemes = plan(engine.executor.model, QUANT)
-    groups = calibrator.observe(own)
+    groups = calibrator.observe(linears)
     before = {name: weight.clone() for name, weight in weights.items()}
     smoother = Smoother(
         engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
     )
-    notes, _ = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
-    for name in own:  # all or nothing
+    notes, _ = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in linears})
+    for name in linears:  # all or nothing
         assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
     normed = {name for group in groups if group.norm is not None for name in group.linears}
     is_mixture = family in ("mixtral", "qwen2_moe")
@@ -137,19 +139,19 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     for _ in engine.executor.model.layers:
         calibrator.advance()
     after = calibrator.observe_head(["lm_head"], Statistics()).sample
-    assert (after - whole).norm() < 1e-4 * whole.norm()  # float32, a handful of roundings in one layer
+    assert (after - expected).norm() < 1e-4 * expected.norm()  # float32, a handful of roundings in one layer
 
 
 def test_what_is_folded_in_is_counted_in() -> None:
     engine, calibrator, _ = calibrator_of("llama3")
-    own, prefix = linears_of(engine)
-    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
-    groups = calibrator.observe(own)
+    linears, prefix = linears_of(engine)
+    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in linears}
+    groups = calibrator.observe(linears)
     schemes = plan(engine.executor.model, QUANT)
     smoother = Smoother(
         engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
     )
-    smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
-    for told, seen in zip(groups, calibrator.observe(own), strict=True):
-        torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run
+    smoother.smooth(groups, {name: schemes[prefix + name].weights for name in linears})
+    for told, seen in zip(groups, calibrator.observe(linears), strict=True):
+        torch.testing.assert_close(told.absmax, seen.absmax)  # static scales equal those of the final model
         torch.testing.assert_close(told.sample, seen.sample)

@@ -55,14 +55,14 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
+def layout(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
     config = read_quantization(
         ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json"),
         [],
     )
     assert config is not None
     assert config.scheme(LAYER, {}) == scheme
-    made = config.layout(LAYER, found or {})
+    made = config.layout(LAYER, shapes or {})
     assert isinstance(made, CompressedWeight)
     return made
 
@@ -80,13 +80,13 @@ def test_packing_is_the_packages(bits: int, shape: tuple[int, int]) -> None:
 @each("name", SCHEMES)
 def test_the_package_reads_what_is_written(name: str) -> None:
     scheme = SCHEMES[name]
-    own = stored(scheme)
-    tensors = layout(scheme).write(own)
+    weight = stored(scheme)
+    tensors = layout(scheme).write(weight)
     config = write_config({LAYER.name: scheme}, ["lm_head"], permuted=False)
     parsed = QuantizationConfig.model_validate(json.loads(json.dumps(config)))
     group = parsed.config_groups["group_0"]
-    found = COMPRESSORS[config["format"]].decompress(dict(tensors), group)["weight"]
-    assert found.equal(own.weight.dequantize())  # the same products of the same two numbers
+    decompressed = COMPRESSORS[config["format"]].decompress(dict(tensors), group)["weight"]
+    assert decompressed.equal(weight.weight.dequantize())  # the same products of the same two numbers
     assert parsed.ignore == ["lm_head"]
 
 
@@ -104,26 +104,26 @@ def test_scales_of_weights_may_have_any_sign_or_be_0(name: str) -> None:
 
 @each("name", SCHEMES)
 def test_a_round_trip_keeps_every_code_and_scale(name: str) -> None:
-    own = stored(SCHEMES[name])
-    tensors = layout(SCHEMES[name]).write(own)
+    weight = stored(SCHEMES[name])
+    tensors = layout(SCHEMES[name]).write(weight)
     reader = layout(SCHEMES[name], shapes(tensors))
     assert reader.tensors() == shapes(tensors)
     back = reader.read(tensors)
-    assert back.weight.codes.view(torch.int8).equal(own.weight.codes.view(torch.int8))
-    assert back.weight.scales.equal(own.weight.scales.expand_as(back.weight.scales))
-    assert back.weight.dequantize().equal(own.weight.dequantize())
-    assert (back.input_scale is None) == (own.input_scale is None)
+    assert back.weight.codes.view(torch.int8).equal(weight.weight.codes.view(torch.int8))
+    assert back.weight.scales.equal(weight.weight.scales.expand_as(back.weight.scales))
+    assert back.weight.dequantize().equal(weight.weight.dequantize())
+    assert (back.input_scale is None) == (weight.input_scale is None)
 
 
 def test_act_order_survives_a_round_trip() -> None:
     scheme = LinearScheme(WeightFormat(4, group_size=32))
     x = torch.randn(300, SHAPE[1], generator=torch.Generator().manual_seed(2)) * torch.linspace(0.1, 3, SHAPE[1])
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    own = rounded_by_gptq(weight, hessian_of(x), scheme.weights, static_groups=False)
-    assert own.permutation is not None
-    tensors = layout(scheme).write(StoredWeight(own))
+    quantised = rounded_by_gptq(weight, hessian_of(x), scheme.weights, static_groups=False)
+    assert quantised.permutation is not None
+    tensors = layout(scheme).write(StoredWeight(quantised))
     back = layout(scheme, shapes(tensors)).read(tensors).weight
-    assert back.dequantize().equal(own.dequantize())
+    assert back.dequantize().equal(quantised.dequantize())
     assert back.permutation is not None
 
 
@@ -198,11 +198,11 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     values["config_groups"]["group_1"] = other
     config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"), [])
     assert config is not None
-    found = {
+    shapes = {
         name: config.scheme(LinearSpec(name, SHAPE, False, False), {})
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
-    assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
+    assert list(shapes.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
 
 
 @each(

@@ -21,7 +21,7 @@ FORMATS = [CHANNEL, GROUPS, ASYMMETRIC, WeightFormat(), WeightFormat(kind=CodeKi
 
 
 def correlated(num_tokens: int, num_inputs: int, seed: int = 1) -> Tensor:
-    """Activations of few causes and some noise, whose channels differ in size, as in a language model."""
+    """Return activations with few causes and some noise, whose channels differ in size, as in a language model."""
     causes = random(num_tokens, num_inputs // 4, seed=seed) @ random(num_inputs // 4, num_inputs, seed=seed + 1)
     return (causes + 0.3 * random(num_tokens, num_inputs, seed=seed + 2)) * random(num_inputs, seed=seed + 3).exp()
 
@@ -38,10 +38,11 @@ def paper(
     damping: float = 0.01,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """GPTQ as equations 2 and 3 of the paper have it: no blocks, no Cholesky, the inverse shrinks by a row each time. float64.
+    """Compute GPTQ by equations 2 and 3 of the paper in float64: no blocks, no Cholesky; the inverse shrinks by a row
+    each time.
 
-    scale_at(i, rest [O, I - i]) gives the scales and the zero points [O] of channel i. Returns codes [O, I].
-    kept [O, I]: the other weights become 0 when their turn comes, as in SparseGPT.
+    scale_at(i, rest [O, I - i]) gives the scales and the zero points [O] of channel i. Returns codes [O, I]. kept [O,
+    I]: the other weights become 0 when their turn comes, as in SparseGPT.
     """
     rest, hessian = weight.double().clone(), hessian.double()
     inverse = torch.linalg.inv(
@@ -120,11 +121,11 @@ def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_ord
     done = rounded_by_gptq(
         weight, hessian, WeightFormat(bits=4, group_size=size), act_order=act_order, static_groups=False
     )
-    order, within = order.unflatten(0, (-1, size)).sort(1)  # a file keeps no order within a group
+    order, within = order.unflatten(0, (-1, size)).sort(1)  # a file stores no order within a group
     assert torch.equal(
         done.codes.double(), expected.unflatten(1, (-1, size)).gather(2, within.expand(5, -1, -1)).flatten(1)
     )
-    # float32 against float64 through up to 480 updates
+    # float32 compared with float64 through up to 480 updates
     torch.testing.assert_close(done.scales.double(), torch.stack(chosen, 1), rtol=1e-4, atol=0)
     if act_order:
         assert done.permutation is not None
@@ -149,7 +150,7 @@ def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_or
 def test_a_weight_on_the_grid_comes_back(format: WeightFormat, act_order: bool) -> None:
     on_grid = quantize(random(6, 96), format)
     done = rounded_by_gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
-    # a scale that is found again may differ in its last bit
+    # a recomputed scale may differ in its last bit
     torch.testing.assert_close(done.dequantize(), on_grid.dequantize(), rtol=1e-6, atol=1e-6)
 
 
@@ -171,7 +172,7 @@ def test_a_hessian_of_low_rank_is_damped_until_it_can_be_inverted() -> None:
     assert damping > 1e-9
     assert damping == pytest.approx(
         1e-9 * 10 ** round(torch.tensor(damping / 1e-9).log10().item()), rel=1e-6
-    )  # tenfold each time
+    )  # ten times as large each time
     assert bool(done.dequantize().isfinite().all())
     assert output_error(x, weight, done) < output_error(x, weight, quantize(weight, GROUPS))
 
@@ -183,7 +184,7 @@ def test_tiny_and_huge_activations(scale: float) -> None:
     hessian = hessian_of(x) * scale**2
     scaled = rounded_by_gptq(weight, hessian, GROUPS)
     assert inverse_factor(hessian, 0.01, True).damping == 0.01
-    # what does not change is the solution; roundings of the scaled Hessian may turn single codes
+    # the solution does not change; roundings of the scaled Hessian may change single codes
     assert (plain.codes != scaled.codes).float().mean() < 0.02
 
 
@@ -214,20 +215,21 @@ def test_the_same_input_gives_the_same_bits() -> None:
     once, again = (rounded_by_gptq(weight, hessian, GROUPS, static_groups=False) for _ in range(2))
     assert torch.equal(once.codes, again.codes)
     assert torch.equal(once.scales, again.scales)
-    assert torch.equal(weight, before[0])  # and neither is changed
+    assert torch.equal(weight, before[0])  # neither is changed
     assert torch.equal(hessian, before[1])
 
 
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
-    """Ranks have fewer than one process. Sizes at which torch's own factor, updates and sums differ between one thread and two."""
+    """Ranks have fewer threads than one process. At these sizes torch's own factor, updates and sums differ between one
+    thread and two."""
     x, weight = correlated(512, 320), 0.05 * random(700, 320)
-    groups, found, before = WeightFormat(bits=4, group_size=32), [], torch.get_num_threads()
+    groups, results, before = WeightFormat(bits=4, group_size=32), [], torch.get_num_threads()
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         chosen = rounded_by_gptq(weight, hessian_of(x), groups)
-        found.append((chosen.codes, torch.stack([sum_of_squares(x[i:]) for i in range(8)])))
+        results.append((chosen.codes, torch.stack([sum_of_squares(x[i:]) for i in range(8)])))
     torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+    assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))
 
 
 def test_the_hessian_is_the_mean_of_squares_however_it_is_cut() -> None:
@@ -236,7 +238,7 @@ def test_the_hessian_is_the_mean_of_squares_however_it_is_cut() -> None:
     for chunk in x.split([1, 0, 60, 40]):
         hessian.add(chunk)
     expected = x.double().T @ x.double() / 101
-    # float32 sums of 101 products, against the largest of them
+    # float32 sums of 101 products, relative to the largest of them
     torch.testing.assert_close(hessian.mean().double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
 
 

@@ -110,8 +110,10 @@ def test_rules_change_layers_and_leave_some_out(tmp_path: Path) -> None:
     config = GPTQ | {"dynamic": rules}
 
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        own = {"k_proj": {"bits": 8, "group_size": -1}, "v_proj": {"sym": False}}.get(name.split(".")[-1], {})
-        return ({"weight": weight}, weight) if ".1.mlp" in name else gptq_tensors(weight, config | own)
+        layer_settings = {"k_proj": {"bits": 8, "group_size": -1}, "v_proj": {"sym": False}}.get(
+            name.split(".")[-1], {}
+        )
+        return ({"weight": weight}, weight) if ".1.mlp" in name else gptq_tensors(weight, config | layer_settings)
 
     packed, floats = write_twins(tmp_path, config, encode)
     assert_same_model(packed, floats)
@@ -138,23 +140,23 @@ FORMATS = {
 }
 
 
-def assert_equal(back: QuantizedWeight, own: QuantizedWeight) -> None:
-    assert back.codes.equal(own.codes)
-    assert back.scales.equal(own.scales)
-    assert (back.zero_points is None) == (own.zero_points is None)
-    assert back.zero_points is None or back.zero_points.equal(own.zero_points)  # type: ignore[arg-type]
+def assert_equal(back: QuantizedWeight, expected: QuantizedWeight) -> None:
+    assert back.codes.equal(expected.codes)
+    assert back.scales.equal(expected.scales)
+    assert (back.zero_points is None) == (expected.zero_points is None)
+    assert back.zero_points is None or back.zero_points.equal(expected.zero_points)  # type: ignore[arg-type]
 
 
 @each("name", [name for name in FORMATS if name.startswith("int4")])
 def test_awq_is_written_as_defined_and_read_again(name: str) -> None:
     format = FORMATS[name]
-    own = quantize(random(48, 96), format)
+    weight = quantize(random(48, 96), format)
     config = awq.write_config({NAME: LinearScheme(format)}, ["lm_head"])
-    tensors = AwqWeight((48, 96), format).write(StoredWeight(own))
+    tensors = AwqWeight((48, 96), format).write(StoredWeight(weight))
     codes, zeros = (torch.tensor(values_of(tensors[key], 4, AWQ_ORDER)).T for key in ("qweight", "qzeros"))
     group_of = groups_of(96, config["group_size"])
-    assert dequantised(codes, zeros, tensors["scales"].T.float(), group_of).equal(own.dequantize())
-    assert_equal(read(config, tensors, (48, 96)), own)
+    assert dequantised(codes, zeros, tensors["scales"].T.float(), group_of).equal(weight.dequantize())
+    assert_equal(read(config, tensors, (48, 96)), weight)
 
 
 @each("name", FORMATS)
@@ -163,41 +165,41 @@ def test_gptq_is_written_as_defined_and_read_again(name: str) -> None:
     weight = random(48, 96)
     weight[3] = weight[3].abs() + 1  # zero points of 0, and in the next line of 15
     weight[4] = -weight[3]
-    own = quantize(weight, format)
+    quantised = quantize(weight, format)
     config = gptq_layout.write_config({NAME: LinearScheme(format)}, ["lm_head"], act_order=False)
     is_v1 = config["checkpoint_format"] == "gptq"
     assert is_v1 == format.symmetric
-    tensors = GptqWeight((48, 96), format, is_v1).write(StoredWeight(own))
+    tensors = GptqWeight((48, 96), format, is_v1).write(StoredWeight(quantised))
     bits = format.bits
     codes = torch.tensor(values_of(tensors["qweight"].T, bits, IN_ORDER[bits]))
     zeros = torch.tensor(values_of(tensors["qzeros"], bits, IN_ORDER[bits])).T + is_v1
     expected = dequantised(codes, zeros, tensors["scales"].T.float(), tensors["g_idx"].tolist())
-    assert expected.equal(own.dequantize())
-    assert_equal(read(config, tensors, (48, 96)), own)
+    assert expected.equal(quantised.dequantize())
+    assert_equal(read(config, tensors, (48, 96)), quantised)
 
 
 def test_act_order_survives_a_round_trip() -> None:
     format = FORMATS["int4 asymmetric"]
     hessian = hessian_of(random(300, 96, seed=2) * torch.linspace(0.1, 3, 96))
-    own = rounded_by_gptq(random(48, 96), hessian, format, static_groups=False)
-    assert own.permutation is not None
+    quantised = rounded_by_gptq(random(48, 96), hessian, format, static_groups=False)
+    assert quantised.permutation is not None
     config = gptq_layout.write_config({NAME: LinearScheme(format)}, [], act_order=True)
-    tensors = GptqWeight((48, 96), format, is_v1=False).write(StoredWeight(own))
+    tensors = GptqWeight((48, 96), format, is_v1=False).write(StoredWeight(quantised))
     back = read(config, tensors, (48, 96))
     assert back.permutation is not None
-    assert back.dequantize().equal(own.dequantize())
+    assert back.dequantize().equal(quantised.dequantize())
     with pytest.raises(UserError, match="AWQ holds input channels in their own order"):
-        AwqWeight((48, 96), format).write(StoredWeight(own))
+        AwqWeight((48, 96), format).write(StoredWeight(quantised))
 
 
 def test_several_schemes_are_rules() -> None:
     usual, other = LinearScheme(FORMATS["int4"]), LinearScheme(FORMATS["int8"])
     schemes = {NAME: usual, "model.layers.1.mlp.up_proj": usual, "model.layers.0.mlp.down_proj": other}
     config = gptq_layout.write_config(schemes, ["model.layers.1.mlp.down_proj"], act_order=False)
-    stored, found = quantization(config), {"qweight": (1, 1)}
+    stored, shapes = quantization(config), {"qweight": (1, 1)}
     for name, scheme in {**schemes, "model.layers.1.mlp.down_proj": None}.items():
-        own = stored.scheme(LinearSpec(name, (32, 32), False, False), found)
-        assert own == (scheme and LinearScheme(replace(scheme.weights, scale_dtype=torch.float32)))
+        layer_scheme = stored.scheme(LinearSpec(name, (32, 32), False, False), shapes)
+        assert layer_scheme == (scheme and LinearScheme(replace(scheme.weights, scale_dtype=torch.float32)))
 
 
 @each(
@@ -226,10 +228,10 @@ def test_what_the_writers_refuse() -> None:
         AwqWeight((36, 96), int4.weights)
     with pytest.raises(UserError, match="GPTQ holds int4 and int8 weights, not fp8 per channel"):
         gptq_layout.write_config({NAME: LinearScheme(WeightFormat(8, CodeKind.FP8))}, [], act_order=False)
-    own = StoredWeight(quantize(random(48, 96), int4.weights))
+    weight = StoredWeight(quantize(random(48, 96), int4.weights))
     for layout in (AwqWeight((48, 96), int4.weights), GptqWeight((48, 96), int4.weights, is_v1=True)):
         with pytest.raises(UserError, match="scales in float16, but these were chosen in float32"):
-            layout.write(own)
+            layout.write(weight)
 
 
 @each(
@@ -260,7 +262,7 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
 
 
 @each(
-    ("method", "own", "tensor", "message"),
+    ("method", "tensor_name", "tensor", "message"),
     [
         ("awq", "scales", None, f"missing: {NAME}.scales"),
         ("awq", "qzeros", None, f"missing: {NAME}.qzeros"),
@@ -286,14 +288,14 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         ("gptq", "g_idx", torch.zeros(64), f"{NAME}: g_idx is torch.float32, expected torch.int32"),
     ],
 )
-def test_damaged_tensors(method: str, own: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
+def test_damaged_tensors(method: str, tensor_name: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
     config = AWQ if method == "awq" else GPTQ | {"desc_act": True}
 
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         return awq_tensors(weight, 32) if method == "awq" else gptq_tensors(weight, config)
 
     packed, _ = write_twins(tmp_path, config, encode)
-    change(packed, f"{NAME}.{own}", tensor)
+    change(packed, f"{NAME}.{tensor_name}", tensor)
     with pytest.raises(UserError, match=message):
         engine_of(packed)
 
