@@ -28,7 +28,7 @@ from models.sharding import ParallelLayout
 from models.weights import DTYPES
 
 EXPORT, GRAPH, ADAPTED_GRAPH, WEIGHTS = "export.json", "graph.pt2", "adapted.pt2", "weights.safetensors"
-REMEDY = "export the model again by task=export"
+REMEDY = "export the model again with task=export"
 
 
 @dataclass(frozen=True)
