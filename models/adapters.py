@@ -20,7 +20,7 @@ from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
-from models.layers.linear import Linear, tied_weight
+from models.layers.linear import Linear
 from models.layers.lora_target import LoRATarget
 from models.layers.missing import is_missing
 from models.layers.moe import Experts
@@ -146,14 +146,13 @@ def _unsupported_reason(name: str, modules: dict[str, nn.Module], model: CausalL
     """Return the reason why a module cannot have another adapter for each row. None: it can."""
     module = modules[name]
     parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
-    is_tied = name == model.layout.head and tied_weight(model.head) is not None
     if not isinstance(module, LoRATarget):
         return f"adapts {type(module).__name__}, which is not a linear layer"
     if not isinstance(module, Linear):
         return None
     if any(isinstance(parent, Experts) for parent in parents):
         return "adapts an expert"
-    if is_tied or module.is_tied:
+    if module.tied_embedding is not None:
         return "adapts a head that is tied to the embedding"
     if not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
         return "adapts a matrix that is not a product of its own"

@@ -17,7 +17,8 @@ from kernels.collectives import Link
 from models.batch import Batch, KVCache
 from models.capabilities import ModelCapabilities
 from models.layers.attention import Heads
-from models.layers.linear import tied_weight
+from models.layers.embedding import Embedding
+from models.layers.linear import tied_embedding
 from models.layers.missing import MissingLayer
 from models.layers.module import Module
 from models.layers.moe import Experts
@@ -152,8 +153,7 @@ class CausalLM(Module, ABC):
         Embeddings count only if they are the head's weight, because a step reads few rows of them. Experts count by the
         expected fraction that the tokens choose if all experts are equally likely, which is exact for one sequence.
         """
-        embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(self.head))
+        skipped: float = sum(map(_num_bytes, unread_embeddings(self)))
         for module in self.modules():
             if isinstance(module, Experts):
                 skipped += _num_bytes(module) * (1 - module.active_share(num_sequences))
@@ -243,6 +243,12 @@ class CausalLM(Module, ABC):
             return hidden.new_empty(len(hidden), 0)
         logits: Tensor = self.head(hidden, batch)
         return logits if self.vocabulary is None else self.vocabulary.gather_first(logits)
+
+
+def unread_embeddings(model: CausalLM) -> list[Embedding]:
+    """Return the embeddings of which a step reads few rows: all but the embedding of a tied head."""
+    embeddings = (module for module in model.modules() if isinstance(module, Embedding))
+    return [embedding for embedding in embeddings if embedding is not tied_embedding(model.head)]
 
 
 def _num_bytes(module: nn.Module) -> int:

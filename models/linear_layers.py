@@ -11,8 +11,9 @@ from torch import nn
 from kernels import build
 from kernels.linear.float_weight import INPUTS_OF_STEP
 from models.causal_lm import CausalLM
-from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats, TiedMethod
-from models.layers.linear import Linear
+from models.layers.dense import DenseMethod, PackedDenseMethod
+from models.layers.linear import Linear, tied_embedding
+from models.layers.matrix_layer import MatrixLayer
 from models.layers.module import Module
 from models.layers.moe import Experts
 
@@ -49,19 +50,24 @@ def linear_layer(model: nn.Module, name: str) -> Linear:
     return layer
 
 
-def checkpoint_parts(model: CausalLM) -> dict[str, tuple[Linear, str]]:
-    """Map the names of checkpoint tensors that linear layers load to the layer and the tensor's name within it."""
+def matrix_layers(model: nn.Module) -> dict[str, MatrixLayer]:
+    """Return, by name, the layers that hold a matrix. A tied head holds none."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, MatrixLayer))
+    return {name: layer for name, layer in layers if tied_embedding(layer) is None}
+
+
+def checkpoint_parts(model: nn.Module) -> dict[str, tuple[MatrixLayer, str]]:
+    """Map the names of checkpoint tensors that matrix layers load to the layer and the tensor's name within it."""
     return {
-        f"{model.layout.embedding if layer.is_tied else name}.{own}": (layer, own)
-        for name, layer in model.named_modules()
-        if isinstance(layer, Linear)
-        for own in layer.method.tensors()
+        f"{name}.{part}": (layer, part)
+        for name, layer in matrix_layers(model).items()
+        for part in layer.method.tensors()
     }
 
 
 def other_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not held by a linear layer's method."""
-    held = {f"{name}.{own}" for name, layer in model.named_modules() if isinstance(layer, Linear) for own in layer.held}
+    """Return the parameters that are not held by a matrix layer's method."""
+    held = {f"{name}.{part}" for name, layer in matrix_layers(model).items() for part in layer.held}
     return {name: parameter for name, parameter in model.named_parameters() if name not in held}
 
 
@@ -70,8 +76,6 @@ def packed_method(layer: Linear, dtype: torch.dtype, device: torch.device) -> Pa
     method = layer.method
     if device.type != "cpu" or dtype not in INPUTS_OF_STEP or build.library() is None or not layer.is_packable:
         return None
-    if isinstance(method, TiedMethod):
-        return PackedDenseMethod(StoredFloats(layer.shape))
     return PackedDenseMethod(method.stored) if isinstance(method, DenseMethod) else None
 
 

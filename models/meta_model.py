@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.partition import expected_tensors
 from models.formats.renamed import renamed
-from models.layers.linear import tied_weight
+from models.layers.linear import tied_embedding
 from models.registry import Architecture
 from models.weights import full_names, head_name, parameter_shapes
 
@@ -39,10 +39,9 @@ def open_model(
     if checkpoint is None:
         return model, []
     files = checkpoint.open_weights(expected_tensors(model))
-    tied = tied_weight(model.head)
-    if tied is None:
+    if tied_embedding(model.head) is None:
         return model, files
-    (embedding,) = (name for name, parameter in model.named_parameters() if parameter is tied)
+    embedding = f"{model.layout.embedding}.weight"
     head_weight = head_name(model)
     stored = _stored_tensors(files, model)
     if head_weight in stored and embedding not in stored:

@@ -22,7 +22,7 @@ from models.causal_lm import CausalLM
 from models.heads import NoHead
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, tied_weight
+from models.layers.linear import Linear, tied_embedding
 from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
 from models.layers.named_parts import register
@@ -101,7 +101,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
         if name.startswith(prefix):
             layers[int(name.removeprefix(prefix).partition(".")[0])] += size
     first, last = (sum(sizes.get(name, 0) for name in names) for names in (before, after))
-    return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
+    return stages(layers, first, last + (sizes[model.layout.embedding] if tied_embedding(model.head) else 0), pp)
 
 
 def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
@@ -148,10 +148,6 @@ def _modules_around_layers(model: CausalLM) -> tuple[list[str], list[str]]:
     return leaves[:middle], [name for name in leaves[middle:] if not f"{name}.".startswith(f"{prefix}.")]
 
 
-def _is_tied(model: CausalLM) -> bool:
-    return tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.is_tied
-
-
 def _stream_width(model: CausalLM) -> int:
     linears = (module for module in model.layers[0].named_modules() if isinstance(module[1], Linear))
     outputs: int = next(
@@ -168,7 +164,9 @@ def _keep_stage(model: CausalLM, layers: range) -> None:
     ]
     is_first, is_last = layers.start == 0, layers.stop == model.config.num_hidden_layers
     if not is_first:
-        absent += [name for name in before if not (is_last and _is_tied(model) and name == model.layout.embedding)]
+        absent += [
+            name for name in before if not (is_last and tied_embedding(model.head) and name == model.layout.embedding)
+        ]
     if not is_last:
         absent += [
             name for name in after if not isinstance(model.get_submodule(name), NoHead)
@@ -255,7 +253,7 @@ def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: G
     shards: dict[str, Shard] = {}
     if isinstance(embedding, Embedding):
         embedding.words = VocabParallel(group, vocabulary_ranges)
-        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, rank_vocabulary)
+        shards |= {f"{layout.embedding}.{tensor}": shard for tensor, shard in embedding.shard(rank_vocabulary).items()}
     if isinstance(head, Linear):
         if head.shape[0] != vocab_size:  # classification labels
             return shards

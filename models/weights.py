@@ -15,8 +15,8 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.heads import NoHead
-from models.layers.linear import Linear
-from models.linear_layers import checkpoint_parts, other_parameters
+from models.layers.matrix_layer import MatrixLayer
+from models.linear_layers import checkpoint_parts, matrix_layers, other_parameters
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all checkpoint tensors that the model needs, by name.
 
-    These are the parameters, and the tensors that linear layers load.
+    These are the parameters, and the tensors that matrix layers load.
     """
     parts = checkpoint_parts(model).items()
     return parameter_shapes(model) | {name: layer.method.tensors()[part] for name, (layer, part) in parts}
@@ -105,14 +105,14 @@ def load_weights(
 ) -> None:
     """Load the checkpoint's tensors into a model on the meta device, cast to `dtype` on `device`.
 
-    Linear methods get their tensors without a cast. `on_bytes(done, total)` is called after every tensor, with bytes of
+    Matrix layers get their tensors without a cast. `on_bytes(done, total)` is called after every tensor, with bytes of
     `dtype`. Raises UserError as `match_tensors` does.
     """
     matched = match_tensors(model, files, ignored)
     parameters, parts = other_parameters(model), checkpoint_parts(model)
     total = sum(torch.Size(shape).numel() for shape in expected_shapes(model).values()) * dtype.itemsize
     done, damaged = 0, []
-    incomplete: dict[Linear, dict[str, Tensor]] = {}
+    incomplete: dict[MatrixLayer, dict[str, Tensor]] = {}
     for file in files:
         for found_name, tensor in file.read(name for name in file.shapes if name in matched):
             name = matched[found_name]
@@ -132,7 +132,7 @@ def load_weights(
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
-def _load(layer: Linear, name: str, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+def _load(layer: MatrixLayer, name: str, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
     try:
         layer.load(tensors, dtype, device)
     except UserError as error:
@@ -183,8 +183,7 @@ def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dty
 
 def module_bytes(model: CausalLM, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of each module's own parameters after loading, by module name. The model is on the meta device."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    sizes = {name: layer.method.num_bytes(dtype) for name, layer in layers.items()}
+    sizes = {name: layer.method.num_bytes(dtype) for name, layer in matrix_layers(model).items()}
     for name, parameter in other_parameters(model).items():
         module = name.rpartition(".")[0]
         size = parameter.numel() * parameter_dtype(model, name, dtype).itemsize
@@ -233,10 +232,10 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def place_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the parameter `name` of a float model to `tensor`, also if a linear layer's method holds it."""
+    """Set the parameter `name` of a float model to `tensor`, also if a matrix layer's method holds it."""
     module, _, leaf = name.rpartition(".")
     layer = model.get_submodule(module)
-    if isinstance(layer, Linear) and leaf in layer.held:
+    if isinstance(layer, MatrixLayer) and leaf in layer.held:
         layer.load({leaf: tensor}, tensor.dtype, tensor.device)
     else:
         assign(model, name, tensor)

@@ -12,8 +12,9 @@ from conf.errors import UserError
 from conf.quantization import MIXTURES, Activations, QuantConfig, QuantScheme, SparsityPattern
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod
-from models.layers.linear import Linear
-from models.linear_layers import linear_layer, linear_specs
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear, tied_embedding
+from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import Dequantized, IntMethod, method_of
@@ -168,7 +169,7 @@ def place_stored_layers(
         layer, tensor_shapes = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, tensor_shapes)
         # A tied head may have its own quantised weight in addition to the embedding.
-        is_float = not layer.is_quantizable or layer.is_tied
+        is_float = not layer.is_quantizable or layer.tied_embedding is not None
         if scheme is None or is_float and not holds_codes(tensor_shapes):
             continue
         try:
@@ -176,12 +177,28 @@ def place_stored_layers(
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         if layer.is_quantizable:
-            layer.method = method_of(scheme, layout, layer.shape)
-            layer.is_tied = False
+            layer.untie(method_of(scheme, layout, layer.shape))
             schemes[name] = scheme
         else:
             layer.method = DenseMethod(Dequantized(layout, layer.shape))
     return schemes
+
+
+def place_stored_embedding(model: CausalLM, stored: StoredQuantization) -> LinearScheme | None:
+    """Make the token embedding load the codes of a file that quantises it. A tied head multiplies by them.
+
+    Returns its scheme. None: the embedding is in floats.
+    """
+    embedding, head = model.embedding, model.head
+    if not isinstance(embedding, Embedding):
+        return None
+    if tied_embedding(head) is embedding and not (head.is_quantizable and head.is_packable):
+        return None
+    spec = LinearSpec(model.layout.embedding, embedding.shape, is_transposed=False, has_bias=False)
+    scheme = stored.scheme(spec, {})
+    if scheme is not None:
+        embedding.method = method_of(scheme, stored.layout(spec, {}), embedding.shape)
+    return scheme
 
 
 def float_weight(layer: Linear) -> Tensor:
@@ -195,7 +212,7 @@ def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight) -
     """Replace the float weight of a layer by a quantised weight. The bias stays."""
     method = method_of(scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights), layer.shape)
     method.hold(stored, float_weight(layer).device)
-    layer.method = method
+    layer.untie(method)  # files hold the embedding in floats
 
 
 def make_activations_auto(model: CausalLM) -> None:

@@ -5,7 +5,9 @@ M rows, K inputs, N outputs. With the C++ kernels the bits of a row do not depen
 threads. Without them torch multiplies, and the order of its sums may depend on the number of rows.
 """
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.linear import float8_weight, gpu_weight, int_weight
 from kernels.linear.block_weight import BlockWeight, pack_blocks
@@ -21,6 +23,7 @@ from kernels.linear.packed import (
     matmul_per_head,
     matmul_swiglu,
     matmul_together,
+    take_rows,
 )
 from kernels.linear.plain import linear, linear_per_head
 from kernels.quantize_rows import Activations
@@ -37,6 +40,7 @@ __all__ = [
     "grouped_matmul",
     "linear",
     "linear_per_head",
+    "lookup",
     "matmul",
     "matmul_per_head",
     "matmul_swiglu",
@@ -73,6 +77,18 @@ def matmul(x: Activations, weight: PackedWeight | GPUWeight, bias: Tensor | None
 
     y = triton.matmul(x, weight)
     return y if bias is None else y + bias
+
+
+def lookup(weight: Tensor | PackedWeight | GPUWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `numbers` int64 [M] of a weight [N, K], as an embedding does: [M, K] in `dtype`.
+
+    A weight in floats has this dtype. Values of other weights are float32, rounded once.
+    """
+    if isinstance(weight, Tensor):
+        return functional.embedding(numbers, weight)
+    if isinstance(weight, GPUWeight):
+        return gpu_weight.take_rows(weight, numbers, dtype)
+    return take_rows(weight, numbers, dtype)
 
 
 def pack_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> IntWeight | GPUWeight:

@@ -129,3 +129,22 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
         padded = padded.view(codes.dtype)
     zeros = None if zero_points is None else zero_points.T.contiguous()
     return GPUWeight(padded.contiguous(), scales.T.contiguous(), zeros, num_inputs, chunk)
+
+
+def take_rows(weight: GPUWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `numbers` int64 [M] of the weight of one layer: [M, K] in `dtype`, each value rounded once."""
+    if weight.scales is None:
+        return weight.codes[numbers]
+    codes = weight.codes.view(torch.uint8)[numbers].view(weight.codes.dtype)
+    if codes.dtype == torch.uint8:
+        halves = codes.unflatten(1, (-1, weight.chunk // 2))  # [M, chunks, C / 2]
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+    group_size = weight.num_inputs if weight.num_groups == 1 else weight.chunk
+    group = torch.arange(weight.num_inputs, device=numbers.device) // group_size  # [K]
+    scales = weight.scales[:, numbers // BLOCK if weight.has_blocks else numbers].T  # [M, G]
+    values = codes[:, : weight.num_inputs].float()
+    if weight.zero_points is not None:
+        values -= weight.zero_points[:, numbers].T[:, group]
+    elif codes.dtype == torch.uint8:
+        values -= 8
+    return (values * scales[:, group]).to(dtype)

@@ -376,3 +376,40 @@ def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
     if isinstance(weight, BlockWeight):
         return weight.format.group_size, CODES[weight.format.codes], weight.format.has_zero_points
     return weight.group_size, CODES["int8" if weight.bits == 8 else "int4"], weight.has_zero_points
+
+
+def _check_take(weight: PackedWeight, numbers: Tensor, dtype: torch.dtype) -> None:
+    if isinstance(weight, FloatWeight) and weight.dtype != dtype or dtype not in DTYPES:
+        raise ValueError(f"rows of {dtype} from a weight of {weight.format}")
+    if numbers.ndim != 1 or numbers.dtype != torch.int64 or numbers.is_cpu != weight.memory.is_cpu:
+        raise ValueError(
+            f"row numbers {list(numbers.shape)} of {numbers.dtype} on {numbers.device}: int64 [M] is needed"
+        )
+
+
+def _empty_rows(weight: PackedWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    return numbers.new_empty(numbers.shape[0], weight.num_inputs, dtype=dtype)
+
+
+@operator(portable.take_rows, fake=_empty_rows, check=_check_take, parts={"weight": WEIGHT})
+def take_rows(cpp: Library, weight: PackedWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `numbers` int64 [M] of the weight: [M, K] in `dtype`, each value rounded once.
+
+    A number outside the weight gives a row of NaN. Raises ValueError for another shape or dtype of `numbers`, and for
+    a `dtype` other than that of a FloatWeight.
+    """
+    if not weight.memory.is_cpu:
+        raise UnsupportedArguments
+    numbers, out = numbers.contiguous(), torch.empty(len(numbers), weight.num_inputs, dtype=dtype)
+    cpp.take_rows(
+        weight.memory.data_ptr(),
+        weight.is_compressed,
+        *_format_numbers(weight),
+        weight.num_outputs,
+        weight.num_inputs,
+        numbers.data_ptr(),
+        len(numbers),
+        DTYPES[dtype],
+        out.data_ptr(),
+    )
+    return out

@@ -37,6 +37,27 @@ def matmul(x: Activations, weight: FloatWeight | IntWeight | Float8Weight | Bloc
     return y if bias is None else y + bias
 
 
+def take_rows(
+    weight: FloatWeight | IntWeight | Float8Weight | BlockWeight, numbers: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return rows `numbers` int64 [M] of the weight, [M, K] in `dtype`. The whole weight is unpacked."""
+    rows = _unpacked(weight)[numbers.clamp(0, weight.num_outputs - 1)].to(dtype)
+    is_outside = (numbers < 0) | (numbers >= weight.num_outputs)
+    return rows.masked_fill_(is_outside[:, None], torch.nan)
+
+
+def _unpacked(weight: FloatWeight | IntWeight | Float8Weight | BlockWeight) -> Tensor:
+    """Return the weight [N, K] in its own float dtype, or in float32."""
+    if isinstance(weight, FloatWeight):
+        return weight.unpack()
+    if isinstance(weight, BlockWeight):
+        return weight.unpack().dequantize()
+    if isinstance(weight, IntWeight):
+        return dequantize(*weight.unpack(), weight.group_size)
+    codes, scales = weight.unpack()
+    return codes.float() * scales.repeat_interleave(weight.group_size, 1)
+
+
 def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
     parts = [linear(x.float(), dequantize(*weight.unpack_tiles(*block), weight.group_size)) for block in blocks(weight)]
     return torch.cat(parts, dim=1).to(x.dtype)

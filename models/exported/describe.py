@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from kernels.kv_format import PARTS, PagedVectors
 from models.adapters import adaptable_layers
 from models.batch import KVCache
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, unread_embeddings
 from models.exported.description import EXPORT, Mixture, instruction_set, part_folder, sha256_of
 from models.exported.functions import schemas
 from models.exported.shard import describe_part
-from models.layers.linear import tied_weight
 from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
 from models.sharding import ParallelLayout
@@ -50,8 +49,7 @@ def describe(
         asdict(Mixture(_num_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
     ]
     has_embedding = not isinstance(model.embedding, MissingLayer)
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
+    unread = sum(map(_num_bytes, unread_embeddings(model)))
     return {
         "hidden_size": hidden_size,
         "embedding_dim": model.embedding.embedding_dim if has_embedding else hidden_size,

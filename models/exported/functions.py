@@ -10,7 +10,7 @@ from kernels.collectives import nodes
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.layer_norm import layer_norm, layer_norm_quantize
-from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together
+from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together, take_rows
 from kernels.linear.plain import linear, linear_per_head
 from kernels.lora import lora_add
 from kernels.moe import combine_rows, group_rows, route, route_corrected
@@ -54,6 +54,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         swiglu,
         swiglu_quantize,
         take_channels,
+        take_rows,
     )
 }
 """Quintet's operators, by the names of their nodes."""

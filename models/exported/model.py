@@ -36,9 +36,9 @@ class GraphEmbedding(Module):
         super().__init__()
         self.embedding_dim = channels
 
-    def forward(self, function: Callable[..., Tensor], **arguments: Any) -> Tensor:
+    def forward(self, function: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
         """Return the vectors [T, E] of tokens: the result of the graph's embedding function."""
-        return function(**arguments)
+        return function(*arguments, **keywords)
 
 
 class ExportedLM(CausalLM):

@@ -146,7 +146,7 @@ def build_graph(
 
     The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `layer_vectors` (keys and values
     of each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function,
-    **arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
+    *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
     `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
     floats.
 
@@ -214,15 +214,13 @@ class _Builder:
                 arguments[0] = _quantized_input(self._quantize_rows, arguments[0], count)
                 self._num_quantized += 1
             function = _lora_add if name == "lora_add" else function
+            if name == "take_rows" and _is_token_ids(values["numbers"]):
+                function = partial(self._embed, function)
         elif name == "index" and [getattr(index, "producer", "") for index in values["indices"]] == ["output_rows"]:
             function, arguments = _output_rows, [_resolved(values["self"]), _resolved(values["indices"][0])]
             producer = f"{getattr(values['self'], 'producer', '')}[output_rows]"
         elif target.startswith("torch."):
-            if (
-                name == "owned_rows"
-                or name == "embedding"
-                and getattr(values["indices"], "producer", "") == "token_ids"
-            ):
+            if name == "owned_rows" or name == "embedding" and _is_token_ids(values["indices"]):
                 function = partial(self._embed, function)
             keywords = {name: _resolved(value) for name, value in values.items()}
         else:
@@ -376,6 +374,10 @@ def _plain_value(kind: str, value: Any) -> Any:
 
 def _is_computed(value: Any) -> bool:
     return any(map(_is_computed, value)) if isinstance(value, list) else isinstance(value, Value)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return getattr(value, "producer", "") == "token_ids"
 
 
 def _constant(value: Any) -> Argument:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.quantize_rows import Activations
 from models import decoder
@@ -11,6 +11,7 @@ from models.config import ConfigReader
 from models.decoder import DecoderLM
 from models.families import llama
 from models.families.llama import LlamaConfig
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norm import ResidualStream
@@ -60,8 +61,8 @@ class DecoderLayer(decoder.DecoderLayer):
 class ScaledHead(Linear):
     """A head whose logits are divided by a constant."""
 
-    def __init__(self, embedding: nn.Embedding, tied: bool, divisor: float) -> None:
-        vocab_size, channels = embedding.weight.shape
+    def __init__(self, embedding: Embedding, tied: bool, divisor: float) -> None:
+        vocab_size, channels = embedding.shape
         super().__init__(channels, vocab_size, bias=False, embedding=embedding if tied else None)
         self.divisor = divisor
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
@@ -21,7 +21,8 @@ from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.formats.huggingface import SafetensorsFile
 from models.formats.wrapper import text_name
-from models.layers.linear import Linear, tied_weight
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear, tied_embedding
 from models.weights import full_names, parameter_shapes
 
 Number = TypeVar("Number", int, float)
@@ -203,8 +204,7 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     """Compare shapes with the model, and set the change's scale and orientation."""
     module = name.rpartition(".")[0]
     parameter = dict(model.named_parameters()).get(name)
-    tied = tied_weight(model.head)
-    if tied is not None and (module == HEAD or parameter is tied):
+    if tied_embedding(model.head) is not None and module in (HEAD, model.layout.head, model.layout.embedding):
         raise UserError(
             f"{weights.path} changes {module}, but this model's head and embedding are tied and cannot differ"
         )
@@ -217,9 +217,9 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     if change.a is None and change.b is None:
         return
     layer = model.get_submodule(module)
-    if not isinstance(layer, Linear | nn.Embedding):
+    if not isinstance(layer, Linear | Embedding):
         raise UserError(f"{weights.path} adapts {module}, but LoRA on {type(layer).__name__} is not supported")
-    change.is_transposed = isinstance(layer, nn.Embedding) or layer.is_transposed
+    change.is_transposed = isinstance(layer, Embedding) or layer.is_transposed
     change.scale = settings.scale(module)
     outputs, inputs = reversed(parameter.shape) if change.is_transposed else parameter.shape
     expect_factors(weights, change, settings.rank(module), inputs, outputs)

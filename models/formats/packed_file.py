@@ -14,9 +14,8 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.safetensors_writer import save_tensors
-from models.layers.linear import Linear
 from models.layers.linear_method import take
-from models.linear_layers import other_parameters
+from models.linear_layers import matrix_layers, other_parameters
 from models.weights import assign, parameter_dtype
 
 IDENTITY = "identity"
@@ -64,7 +63,7 @@ def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torc
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         module_tensors[module][leaf] = tensor
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers = matrix_layers(model)
     try:
         for name, parameter in other_parameters(model).items():
             module, _, leaf = name.rpartition(".")

@@ -5,10 +5,9 @@ write into the residual stream. Embeddings and heads are sharded along the vocab
 tensors whole. Quintet's own sharding differs (`models/sharding.py`).
 """
 
-from torch import nn
-
 from models.causal_lm import CausalLM
 from models.formats.base import ExpectedTensor
+from models.layers.embedding import Embedding
 
 
 def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
@@ -22,7 +21,7 @@ def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
         path = name.rpartition(".")[0]
         axis, sections = split_axis(model, name), model.layout.units.get(path.rpartition(".")[2], ())
         shards: tuple[int, ...] = () if axis is None or len(sections) > 1 else (axis,)
-        if shards and isinstance(model.get_submodule(path), nn.Embedding):
+        if shards and isinstance(model.get_submodule(path), Embedding):
             shards = 0, 1
         expected[name] = ExpectedTensor(tuple(parameter.shape), shards)
     return expected
@@ -32,7 +31,7 @@ def split_axis(model: CausalLM, parameter: str) -> int | None:
     """Return the axis along which other engines shard a parameter; None: every rank holds it whole."""
     path, _, leaf = parameter.rpartition(".")
     module, layer, layout = model.get_submodule(path), path.rpartition(".")[2], model.layout
-    output_axis: int | None = 0 if isinstance(module, nn.Embedding) else getattr(module, "output_axis", None)
+    output_axis: int | None = 0 if isinstance(module, Embedding) else getattr(module, "output_axis", None)
     if output_axis is None or layer in layout.replicated:
         return None
     if layer in layout.row_parallel:  # the bias is added once, to the sum of all ranks

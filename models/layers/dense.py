@@ -1,4 +1,4 @@
-"""Weights in floats: in the checkpoint's order, in the order of the CPU kernels, or shared with an embedding.
+"""Weights in floats: in the checkpoint's order, or in the order of the CPU kernels.
 
 R rows, I input channels, O output channels.
 """
@@ -198,45 +198,3 @@ class PackedDenseMethod(LinearMethod):
     @property
     def merge_key(self) -> Hashable:
         return None if self._weight is None else (PackedDenseMethod, self._weight.num_inputs, self._weight.dtype)
-
-
-class TiedMethod(LinearMethod):
-    """The weight [O, I] of an embedding, which owns and loads the parameter."""
-
-    takes_floats = True
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        self._embedding = embedding
-
-    @property
-    def weight(self) -> Tensor:
-        return self._embedding.weight
-
-    @property
-    def held(self) -> dict[str, Tensor]:
-        return {}
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        return 0
-
-    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Do nothing: the embedding loads the weight."""
-
-    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Do nothing, as `load`."""
-
-    def with_weight(self, weight: Weight) -> DenseMethod:
-        assert isinstance(weight, Tensor)
-        outputs, inputs = weight.shape
-        return DenseMethod(StoredFloats((outputs, inputs)), parameter=nn.Parameter(weight, requires_grad=False))
-
-    def shard(self, outputs: tuple[range, ...]) -> "tuple[TiedMethod, dict[str, Shard]]":
-        """Return this method: the embedding is sharded separately, into the same ranges."""
-        return self, {}
-
-    def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
-        assert isinstance(x, Tensor)
-        return linear(x, self.weight, bias)

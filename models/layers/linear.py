@@ -4,6 +4,7 @@ R rows, I input channels, O output channels, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +14,25 @@ from kernels.lora import lora_add
 from kernels.quantize_rows import ActivationFormat, Activations, QuantizedActivations
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
-from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
+from models.layers.dense import DenseMethod, StoredFloats
+from models.layers.embedding import Embedding
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale, take
 from models.layers.lora_target import LoRATarget
+from models.layers.matrix_layer import MatrixLayer
 from models.layers.tensor_parallel import RowParallelGather, RowParallelReduce
 from models.sharding import Shard
 
 
-class Linear(LoRATarget):
-    """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it.
+@dataclass(frozen=True)
+class Tie:
+    """A head's reference to the embedding whose matrix it uses. The model registers the embedding once, in its place."""
 
-    The method may be replaced until the layer is loaded.
-    """
+    embedding: Embedding
 
-    weight: nn.Parameter
-    """[O, I], or [I, O] if it is transposed. The attribute exists while the method is a `DenseMethod`."""
+
+class Linear(LoRATarget, MatrixLayer):
+    """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it."""
+
     bias: nn.Parameter | None
     """[O]"""
     row_parallel: RowParallelGather | RowParallelReduce | None = None
@@ -42,48 +47,46 @@ class Linear(LoRATarget):
         is_transposed: bool = False,
         is_quantizable: bool = True,
         is_packable: bool = True,
-        embedding: nn.Embedding | None = None,
+        embedding: Embedding | None = None,
     ) -> None:
         """Create the layer with an unset weight.
 
         is_transposed: checkpoints hold the weight as [I, O].
         is_quantizable: quantisation may replace the weight by codes.
         is_packable: the weight may be packed for the kernels; false if other code reads `weight`.
-        embedding [O, I]: the layer uses the weight of this embedding.
+        embedding [O, I]: the layer is tied to it, and uses its method. It holds no weight itself.
         """
         super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
-        self.is_tied = embedding is not None
-        """Whether the checkpoint holds the weight under the embedding's name."""
-        self._held: tuple[str, ...] = ()
+        self._tie = None if embedding is None else Tie(embedding)
         if embedding is None:
             stored = StoredFloats(self.shape, is_transposed)
             parameter = nn.Parameter(torch.empty(stored.tensors()["weight"]))
             self.method = DenseMethod(stored, is_transposed, parameter)
-        else:
-            self.method = TiedMethod(embedding)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
 
     @property
+    def tied_embedding(self) -> Embedding | None:
+        """The embedding that holds the weight of this layer. None: the layer holds its own weight."""
+        return None if self._tie is None else self._tie.embedding
+
+    @property
     def method(self) -> LinearMethod:
-        """The linear method. The layer registers the method's tensors, so that they are counted, and saved by name."""
-        return self._method
+        """The linear method, which is the embedding's in a tied layer."""
+        return self._method if self._tie is None else self._tie.embedding.method
 
     @method.setter
     def method(self, method: LinearMethod) -> None:
-        self._method = method
-        self._register()
+        if self._tie is None:
+            self._method = method
+            self._register()
+        else:
+            self._tie.embedding.method = method
 
-    def _register(self) -> None:
-        for name in self._held:
-            delattr(self, name)
-        held = self._method.held
-        for name, tensor in held.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.register_buffer(name, tensor)
-        self._held = tuple(held)
+    def untie(self, method: LinearMethod) -> None:
+        """Give a tied layer its own weight. The embedding keeps its matrix."""
+        self._tie = None
+        self.method = method
 
     @property
     def output_axis(self) -> int:
@@ -95,7 +98,9 @@ class Linear(LoRATarget):
 
         Return the shards of the checkpoint's tensors by their names in the layer.
         """
-        self.method, shards = self._method.shard(outputs)
+        shards: dict[str, Shard] = {}
+        if self._tie is None:  # else the embedding is sharded, into the same ranges
+            self.method, shards = self._method.shard(outputs)
         self.keep(outputs)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_empty(self.shape[0]))
@@ -107,29 +112,19 @@ class Linear(LoRATarget):
 
         None: `LinearMethod.shard_inputs` does not allow it, and nothing changes.
         """
-        shared = self._method.shard_inputs(ranges, rank)
+        shared = self.method.shard_inputs(ranges, rank)
         if shared is None:
             return None
         self.method, shards = shared
         self.keep_inputs(ranges[rank])
         return shards
 
-    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Load the weight, as `LinearMethod.load` does."""
-        self._method.load(tensors, dtype, device)
-        self._register()
-
     def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Restore the weight, as `LinearMethod.restore` does, and the bias."""
+        """Restore the bias, and the weight of a layer that is not tied, as `LinearMethod.restore` does."""
         if self.bias is not None:
             self.bias = nn.Parameter(take(tensors, "bias", self.shape[:1], dtype), requires_grad=False)
-        self._method.restore(tensors, dtype)
-        self._register()
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        """The names of the parameters and buffers that the method holds."""
-        return self._held
+        if self._tie is None:
+            super().restore(tensors, dtype)
 
     def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         """Return [R, O] of x [R, I].
@@ -137,11 +132,11 @@ class Linear(LoRATarget):
         The rows are the tokens or the output rows of `batch`; None: they belong to no batch.
         """
         if self.row_parallel is None:
-            return self.adapted(self._method.apply(x, self.bias), x, batch)
+            return self.adapted(self.method.apply(x, self.bias), x, batch)
         assert isinstance(x, Tensor)  # as `shared_activations` says
         x = self.row_parallel.gather_inputs(x)
         bias = self.bias if self.row_parallel.adds_bias else None
-        return self.row_parallel.combine_outputs(self.adapted(self._method.apply(x, bias), x, batch))
+        return self.row_parallel.combine_outputs(self.adapted(self.method.apply(x, bias), x, batch))
 
     def adapted(self, y: Tensor, x: Activations, batch: Batch | None) -> Tensor:
         """Add each row's adapter to y in place, and return y. y [R, O] are the layer's outputs for x [R, I]."""
@@ -257,12 +252,12 @@ def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Activatio
     return QuantizedActivations(codes, scales, gate.dtype, format.group_size)
 
 
-def make_head(embedding: nn.Embedding, tied: bool) -> Linear:
+def make_head(embedding: Embedding, tied: bool) -> Linear:
     """Return the layer from hidden states [R, E] to logits [R, V], with the embedding's weight or its own."""
-    vocab_size, channels = embedding.weight.shape
+    vocab_size, channels = embedding.shape
     return Linear(channels, vocab_size, bias=False, embedding=embedding if tied else None)
 
 
-def tied_weight(head: nn.Module) -> Tensor | None:
-    """Return the embedding's parameter if a head is tied to it. None: the head has its own weight."""
-    return head.method.weight if isinstance(head, Linear) and isinstance(head.method, TiedMethod) else None
+def tied_embedding(head: nn.Module) -> Embedding | None:
+    """Return the embedding to which a head is tied. None: the head has its own weight."""
+    return head.tied_embedding if isinstance(head, Linear) else None

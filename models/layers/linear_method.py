@@ -10,8 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.linear import GPUWeight, PackedWeight
+from kernels.linear import GPUWeight, PackedWeight, lookup
 from kernels.quantize_rows import ActivationFormat, Activations
+from kernels.take_channels import take_channels
 from models.sharding import Shard
 
 Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
@@ -64,6 +65,11 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + bias: [R, O], for x [R, I] and bias [O]."""
+
+    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows `numbers` int64 [R] of the weight: [R, I] in `dtype`, the dtype of the model."""
+        rows = lookup(self.weight, numbers, dtype)
+        return rows if self.permutation is None else take_channels(rows, self.permutation.argsort())
 
     @abstractmethod
     def shard(self, outputs: tuple[range, ...]) -> "tuple[LinearMethod, dict[str, Shard]]":

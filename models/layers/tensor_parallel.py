@@ -3,11 +3,11 @@
 T tokens, E channels, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.collectives import Group
 from models.layers.constant import Constant
@@ -107,8 +107,8 @@ class VocabParallel:
         starts = [indices.start for indices in words[1:]]
         self._borders = Constant(torch.tensor(starts, dtype=torch.int64, device="cpu"))
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the vectors [T, E] of tokens, int64 [T]. `weight` holds this rank's vectors."""
+    def embed(self, token_ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the vectors [T, E] of tokens, int64 [T]. `lookup` returns vectors of this rank's tokens."""
         owners = torch.bucketize(token_ids, self._borders.on(token_ids.device), right=True)  # [T]
         local_ids = (token_ids - self._words.start).clamp(0, len(self._words) - 1)  # any row for tokens of other ranks
-        return self._group.owned_rows(functional.embedding(local_ids, weight), owners)
+        return self._group.owned_rows(lookup(local_ids), owners)

@@ -13,11 +13,19 @@ from conf.quantization import (
 )
 from models.causal_lm import CausalLM
 from models.formats.base import CodedWeights, WeightFile
+from models.layers.linear import tied_embedding
 from pipelines.loading.model_source import ModelSource
 from quantization.kv_scales import place_kv_scales
 from quantization.layouts.base import StoredQuantization
+from quantization.layouts.gguf import GGUFQuantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
-from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
+from quantization.plan import (
+    make_activations_auto,
+    place_stored_embedding,
+    place_stored_layers,
+    plan,
+    quantize_while_loading,
+)
 
 
 def choose_layer_formats(
@@ -37,9 +45,14 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, _shapes(files))
+    coded = [*schemes]
+    if isinstance(stored, GGUFQuantization) and (scheme := place_stored_embedding(model, stored)) is not None:
+        coded.append(model.layout.embedding)
+        if tied_embedding(model.head) is model.embedding:
+            schemes[model.layout.head] = scheme
     for file in files:
         if isinstance(file, CodedWeights):
-            file.keep_codes(schemes)
+            file.keep_codes(coded)
     if config.activations is Activations.dynamic and any(s.activations is Activations.static for s in schemes.values()):
         warn_once("the checkpoint's scales of activations are static, and are used: quant.activations=dynamic is not")
         wanted = {name: replace(scheme, activations=Activations.static) for name, scheme in wanted.items()}

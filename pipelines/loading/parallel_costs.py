@@ -14,7 +14,8 @@ from kernels.linear.compressed import GROUP, GROUP_BYTES, is_gain
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
 from models.layers.dense import PackedDenseMethod
-from models.layers.linear import Linear, tied_weight
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear, tied_embedding
 from models.layers.linear_method import LinearMethod
 from models.layers.moe import Experts
 from models.layout import Unit
@@ -127,7 +128,7 @@ class ParallelCosts:
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()
         """The embedding module, if the head is tied to it."""
-        if tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.is_tied:
+        if tied_embedding(model.head) is not None:
             self._tied.update(self._own_parts(model.layout.embedding, model.embedding, 0))
         self._known: dict[tuple[Hashable, int, int], Cost] = {}
 
@@ -228,6 +229,8 @@ class ParallelCosts:
         return found
 
     def _own_parts(self, path: str, module: nn.Module, num_experts: int) -> list[CostedTensor]:
+        if isinstance(module, Embedding):
+            return [self._embedding(path, module, num_experts)]
         if not isinstance(module, Linear):
             return [
                 self._tensor(module, f"{path}.{name}", parameter, num_experts)
@@ -235,7 +238,7 @@ class ParallelCosts:
             ]
         layout, leaf, (outputs, inputs) = self._model.layout, path.rpartition(".")[2], module.shape
         dtype = parameter_dtype(self._model, f"{path}.weight", self._dtype)
-        num_bytes = module.method.num_bytes(dtype)
+        num_bytes = module.method.num_bytes(dtype) if module.tied_embedding is None else 0
         bias_bytes = 0 if module.bias is None else module.bias.numel() * self._dtype.itemsize
         num_bytes += bias_bytes
         units = None if leaf in layout.replicated else layout.units.get(leaf, (Unit.CHANNEL,))
@@ -251,15 +254,23 @@ class ParallelCosts:
             )
         return [replace(part, is_compressible=is_compressible)]
 
+    def _embedding(self, path: str, module: Embedding, num_experts: int) -> CostedTensor:
+        method, (vocab_size, channels) = module.method, module.shape
+        dtype = parameter_dtype(self._model, f"{path}.weight", self._dtype)
+        num_bytes = method.num_bytes(dtype)
+        if module is not self._model.embedding:  # positions
+            return CostedTensor(num_bytes, 1, 0, None, False, num_experts)
+        is_read = module is tied_embedding(self._model.head)
+        is_compressible = isinstance(method, PackedDenseMethod) and dtype is torch.bfloat16
+        part = CostedTensor(num_bytes, vocab_size, 0, (Unit.CHANNEL,), is_read, 0, channels, 1)
+        return replace(part, is_compressible=is_compressible)
+
     def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> CostedTensor:
         size = parameter.numel() * parameter_dtype(self._model, name, self._dtype).itemsize
-        if module is self._model.embedding:
-            is_read = parameter is tied_weight(self._model.head)
-            return CostedTensor(size, parameter.shape[0], 0, (Unit.CHANNEL,), is_read, 0, parameter.shape[1], 1)
         if module is self._model.head:  # Baichuan 2, which normalises the head's weight
             outputs, inputs = parameter.shape
             return CostedTensor(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
         heads: Heads | None = getattr(module, "heads", None)  # attention modules; their KV cache scales may be per head
         if heads is not None and parameter.ndim and len(parameter) == heads.num_key_value_heads:
             return CostedTensor(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
-        return CostedTensor(size, 1, 0, None, not isinstance(module, nn.Embedding), num_experts)
+        return CostedTensor(size, 1, 0, None, num_experts=num_experts)

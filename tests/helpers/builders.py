@@ -12,8 +12,10 @@ from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig
 from conf.tasks import PredictConfig
 from models.causal_lm import CausalLM
-from models.layers.dense import PackedDenseMethod
+from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear
+from models.linear_layers import matrix_layers
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.engine.operations import CopyBlocks
@@ -99,11 +101,23 @@ def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. Packed weights are unpacked."""
     weights = {name: parameter.data for name, parameter in model.named_parameters() if not name.endswith(".tiles")}
-    for name, layer in model.named_modules():
-        # a tied head has none
-        if isinstance(layer, Linear) and isinstance(layer.method, PackedDenseMethod) and not layer.is_tied:
+    for name, layer in matrix_layers(model).items():
+        if isinstance(layer.method, PackedDenseMethod):
             weights[f"{name}.weight"] = layer.method.weight.unpack()
     return weights
+
+
+def embedding_weight(model: CausalLM) -> torch.Tensor:
+    """Return the vectors of the token embedding. A tied head no longer shares them, so a test may change them."""
+    assert isinstance(model.embedding, Embedding)
+    if isinstance(model.head, Linear):
+        model.head.untie(model.head.method)
+    method = model.embedding.method
+    weight = method.weight.unpack() if isinstance(method, PackedDenseMethod) else method.weight
+    assert isinstance(weight, torch.Tensor)
+    parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    model.embedding.method = DenseMethod(StoredFloats(model.embedding.shape), parameter=parameter)
+    return parameter.data
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig, prefix: str | None = None) -> list[Output]:

@@ -21,6 +21,7 @@ from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
 from models.formats.gguf.writer import write_gguf
 from models.layers.linear import Linear
+from models.layers.matrix_layer import MatrixLayer
 from models.linear_layers import linear_layer
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.quantize import run_quantize
@@ -37,7 +38,7 @@ from tests.helpers.quantized_models import quantize_run
 
 
 def is_int(module: nn.Module) -> bool:
-    return isinstance(module, Linear) and isinstance(module.method, IntMethod)
+    return isinstance(module, MatrixLayer) and isinstance(module.method, IntMethod)
 
 
 @each("kind", TYPES)
@@ -78,9 +79,10 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     assert [output.token_ids for output in complete(packed_engine, prompts, decode)] == ids
     assert_rows_are_independent(packed_engine, prompts)
     model = packed_engine.executor.model
-    assert is_int(model.head) == (family != "llama_tied")
-    embedding = model.get_submodule("model.embed_tokens").weight
-    assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
+    assert is_int(model.head)
+    assert is_int(model.embedding)
+    rows = model.embedding(torch.arange(model.config.vocab_size))
+    assert rows.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(rows.dtype))
 
 
 def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +154,7 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     methods = {
         name: module.method
         for name, module in packed_engine.executor.model.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, MatrixLayer)
     }
     blocks = {name for name, method in methods.items() if isinstance(method, BlockMethod)}
     assert {name for name in methods if "_proj" in name or "experts" in name} <= blocks
@@ -160,7 +162,7 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
         weight = methods[name].weight
         assert isinstance(weight, BlockWeight)
         layer = expected.executor.model.get_submodule(name)
-        assert isinstance(layer, Linear)
+        assert isinstance(layer, MatrixLayer)
         other = layer.method.weight
         assert isinstance(other, Tensor | FloatWeight)
         assert weight.unpack().dequantize().equal(other if isinstance(other, Tensor) else other.unpack())

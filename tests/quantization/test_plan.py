@@ -23,6 +23,7 @@ from models.config import ConfigReader
 from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
 from quantization.file_layout import file_layout
+from quantization.linear import IntMethod
 from quantization.mixtures import resolve_mixture
 from quantization.plan import plan, plan_pruning, quantize_while_loading
 from quantization.scheme import LinearScheme
@@ -63,7 +64,8 @@ def test_a_tied_head_is_made_of_the_embedding() -> None:
     model = model_of("llama_tied_bias")
     quantize_while_loading(model, int8(skip=["model.layers.*"]))
     assert linear_specs(model)["lm_head"].shape == (512, 64)
-    assert checkpoint_parts(model)["model.embed_tokens.weight"] == (model.head, "weight")
+    assert checkpoint_parts(model)["model.embed_tokens.weight"] == (model.embedding, "weight")
+    assert isinstance(model.embedding.method, IntMethod)
 
 
 def test_gpt2_is_stored_transposed() -> None:

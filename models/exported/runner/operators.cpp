@@ -269,7 +269,7 @@ void paged_attention(Step &step) {
 struct Packed {
   const uint8_t *memory = nullptr;
   bool is_compressed = false;
-  int64_t num_outputs = 0;
+  int64_t num_outputs = 0, num_inputs = 0;
   Format format = {};
 };
 
@@ -284,10 +284,10 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
           "the exceptions of compressed weights have no end");
 }
 
-// Returns a weight [N, K] for rows x [M, K], in the layout of float_weight.py or int_weight.py. Raises Refused if a
-// kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the index
-// of the weight if they are lists.
-Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
+// Returns a weight [N, K], in the layout of float_weight.py for floats of `type`, or of int_weight.py. Raises Refused if
+// a kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the
+// index of the weight if they are lists.
+Packed packed(Step &step, Type type, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
     const Json &value = step[prefix + name];
     if (number) require_fit(*number < value.list().size());
@@ -296,22 +296,28 @@ Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optio
   const Tensor &weight = step.weight(argument("_memory"));
   const int64_t num_outputs = argument("_num_outputs").integer(), num_inputs = argument("_num_inputs").integer();
   const Format format{argument("_group_size").integer(), static_cast<Codes>(argument("_codes").integer()), argument("_has_zero_points").flag()};
-  const Packed packed{weight.data, format.codes == Codes::none && weight.type == Type::uint8, num_outputs, format};
-  require_fit(num_inputs == x.shape[1]);
+  const Packed packed{weight.data, format.codes == Codes::none && weight.type == Type::uint8, num_outputs, num_inputs, format};
   if (step.call.is_checked) return packed;
   constexpr int64_t MOST = 1 << 24;
   require_fit(num_outputs > 0 && num_outputs < MOST && num_inputs > 0 && num_inputs < MOST);
-  const int64_t per_step = x.type == Type::bfloat16 ? 2 : 1, group = format.group_size, bytes = weight.count();
+  const int64_t per_step = type == Type::bfloat16 ? 2 : 1, group = format.group_size, bytes = weight.count();
   const Compressed layout{divide_up(num_outputs, LANES), divide_up(num_inputs, per_step)};
-  if (format.codes == Codes::none && !packed.is_compressed) return require_fit(is_of(weight, x.type, {layout.num_tiles, layout.num_steps, LANES, per_step})), packed;
+  if (format.codes == Codes::none && !packed.is_compressed) return require_fit(is_of(weight, type, {layout.num_tiles, layout.num_steps, LANES, per_step})), packed;
   require_fit(weight.type == Type::uint8);
-  if (packed.is_compressed) return require_fit(x.type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
+  if (packed.is_compressed) return require_fit(type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
   require_fit(group > 0 && group <= num_inputs);
   const int64_t numbers = layout.num_tiles * LANES * divide_up(num_inputs, group), bits = format.codes == Codes::int8 ? 8 : 4;
   require_fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
   require_fit(group == num_inputs || group == 128 || group == 64 || group == 32);
   require_fit(bytes == layout.num_tiles * LANES * divide_up(num_inputs, 8) * bits + (format.has_zeros ? 5 : 4) * numbers);
   return packed;
+}
+
+// Returns a weight for rows x [M, K].
+Packed packed_for(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
+  const Packed weight = packed(step, x.type, prefix, number);
+  require_fit(weight.num_inputs == x.shape[1]);
+  return weight;
 }
 
 bool are_alike(const Format &a, const Format &b) { return a.group_size == b.group_size && a.codes == b.codes && a.has_zeros == b.has_zeros; }
@@ -332,7 +338,7 @@ void matmul_together(Step &step) {
   Tensor bias[3], out[3];
   require_fit(count > 0 && count <= 3 && biases.size() == count);
   for (size_t i = 0; i < count; ++i) {
-    weights[i] = packed(step, x, "weights", i);
+    weights[i] = packed_for(step, x, "weights", i);
     require_fit(are_alike(weights[0].format, weights[i].format));
     bias[i] = checked_tensor(biases[i].is_null() ? nullptr : &step.tensor(biases[i]), x.type, {weights[i].num_outputs});
     out[i] = empty(x.type, {x.shape[0], weights[i].num_outputs});
@@ -346,7 +352,7 @@ void matmul_together(Step &step) {
 
 void matmul_swiglu(Step &step) {
   const Tensor x = rows_to_multiply(step);
-  const Packed gate = packed(step, x, "gate"), up = packed(step, x, "up");
+  const Packed gate = packed_for(step, x, "gate"), up = packed_for(step, x, "up");
   require_fit(are_alike(gate.format, up.format) && gate.num_outputs == up.num_outputs);
   const Tensor gate_bias = checked_tensor(step.optional("gate_bias"), x.type, {gate.num_outputs});
   const Tensor up_bias = checked_tensor(step.optional("up_bias"), x.type, {up.num_outputs}), out = empty(x.type, {x.shape[0], gate.num_outputs});
@@ -365,6 +371,16 @@ void linear(Step &step) {
   step.set_result(0, out);
 }
 
+void take_rows(Step &step) {
+  const Type type = step.type("dtype");
+  const Packed weight = packed(step, type, "weight");
+  const Tensor numbers = checked_tensor(&step.tensor("numbers"), Type::int64, {step.tensor("numbers").count()});
+  const Tensor out = empty(type, {numbers.count(), weight.num_inputs});
+  call_kernel("take_rows", weight.memory, weight.is_compressed, weight.format.group_size, weight.format.codes, weight.format.has_zeros,
+              weight.num_outputs, weight.num_inputs, numbers.data, numbers.count(), dtype_of(type), out.data);
+  step.set_result(0, out);
+}
+
 }  // namespace
 
 Operator find_operator(const std::string &target) {
@@ -375,7 +391,8 @@ Operator find_operator(const std::string &target) {
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
       {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention},
-      {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear}};
+      {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear},
+      {"quintet.take_rows.default", take_rows}};
   constexpr std::string_view LIBRARIES = "torch.ops.";
   const auto entry = target.starts_with(LIBRARIES) ? OPERATORS.find(target.substr(LIBRARIES.size())) : OPERATORS.end();
   return entry == OPERATORS.end() ? nullptr : entry->second;

@@ -17,7 +17,7 @@ from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.layers.linear import tied_weight
+from models.layers.linear import tied_embedding
 from models.rank_tensors import gather_on_first, scatter_from_first
 from models.sharding import Shard
 from models.weights import place_tensor, refuse_damaged
@@ -68,7 +68,7 @@ class Share:
         self._config, self._layout, self._model, self._shards = config, layout, model, shards or {}
         self._whole, self._group = whole or model, group or Alone()
         self.parts = parts_of(self._whole, layout.schemes, layout.pruned)
-        self.is_tied = tied_weight(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
+        self.is_tied = tied_embedding(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
         """Whether the head has no tensors of its own."""
         is_first, (probe, *rest) = self._group.rank == 0, batches
         of_probe = None if whole is None else (whole, _probe_cache(whole, model, probe, cache))
@@ -100,7 +100,7 @@ class Share:
         is_first, is_head = self._group.rank == 0, part.index == len(self._whole.layers)
         groups = self._quantizer.observe(part) if is_first or not is_head else []
         names = [name for name, _ in self._whole.named_parameters() if name.startswith(part.prefix)]
-        if is_head and tied_weight(self._whole.head) is not None:
+        if is_head and tied_embedding(self._whole.head) is not None:
             names.append(f"{self._whole.layout.embedding}.weight")
         with self._whole_floats(names):
             if not is_first:

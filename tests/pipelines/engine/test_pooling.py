@@ -1,7 +1,6 @@
 """Requests for a vector of their prompt: transformers' hidden states and logits, and bits that depend only on the
 prompt."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from conf.errors import UserError
 from kernels import build
 from pipelines.engine import Engine
 from pipelines.engine.request import Pooling, SequenceGroup
-from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.builders import embedding_weight, engine_of, write_llama
 from tests.helpers.cases import each
 from tests.helpers.oracle import random_prompts
 
@@ -118,11 +117,8 @@ def test_the_last_token_alone_takes_what_the_prefix_cache_has(folder: Path) -> N
 
 def test_a_vector_that_is_not_finite_fails_its_own_row(folder: Path) -> None:
     engine, (good, bad) = engine_of(folder), random_prompts(96, (5, 6))
-    embedding = engine.executor.model.embedding
-    damaged = copy.deepcopy(embedding.weight.data)
     token = next(id for id in bad if id not in good)
-    damaged[token] = float("nan")
-    embedding.weight.data.copy_(damaged)
+    embedding_weight(engine.executor.model)[token] = float("nan")
     for pooling in Pooling:
         requests = [engine.pooled_request(i, p, pooling, DecodeConfig()) for i, p in enumerate((good, [token, *bad]))]
         errors = {output.request_id: output.error for output in engine.generate(requests)}

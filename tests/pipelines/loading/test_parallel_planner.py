@@ -31,6 +31,7 @@ from kernels.kv_format import FORMATS
 from kernels.linear.compressed import is_gain
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.moe import Experts
 from models.layers.tensor_parallel import RowParallelGather, RowParallelReduce
@@ -183,7 +184,7 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
         assert cost.read_bytes == sum(
             parameter.numel() * plan.dtype.itemsize
             for parameter_name, parameter in model.named_parameters()
-            if not isinstance(model.get_submodule(parameter_name.rpartition(".")[0]), torch.nn.Embedding)
+            if not isinstance(model.get_submodule(parameter_name.rpartition(".")[0]), Embedding)
         ) + (model.config.tie_word_embeddings and model.embedding.weight.numel() * plan.dtype.itemsize)
 
 
