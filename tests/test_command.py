@@ -32,7 +32,7 @@ def test_it_does_what_run_py_does(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_its_errors_are_those_of_run_py(tmp_path: Path) -> None:
+def test_its_errors_match_run_py(tmp_path: Path) -> None:
     script(tmp_path / "quintet")
     for arguments in (["decode=gredy"], ["--version"]):
         one, other = run(*arguments, cwd=tmp_path), command(tmp_path, *arguments)

@@ -186,7 +186,7 @@ def test_a_sweeper_searches_by_what_the_jobs_hand_back(
 
 
 @pytest.mark.long
-def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: Path, tmp_path: Path) -> None:
+def test_an_objective_that_is_not_a_metric_ends_the_sweep_at_its_first_job(chatty: Path, tmp_path: Path) -> None:
     arguments = ["device=cpu", f"model.path={chatty}", "predict.data=Once", "decode.max_new_tokens=2,3"]
     done = run("-m", *arguments, "sweep.objective=tokens_per_sec", f"hydra.sweep.dir={tmp_path}")
     assert done.returncode == 1

@@ -110,7 +110,7 @@ def arguments_of(line: str, examples: dict[str, str], out: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_each_line_that_is_no_server_runs(
+def test_each_line_that_is_not_a_server_runs(
     examples: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path / "kept"))

@@ -152,7 +152,7 @@ def test_user_errors_are_one_line_and_exit_with_1(
         assert not out.exists()
 
 
-def test_a_config_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+def test_a_config_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "decode").mkdir()
     (tmp_path / "decode" / "mine.yaml").write_text("temperature: [\n")
     done = run("--config-dir", str(tmp_path), "decode=mine")
@@ -318,7 +318,7 @@ runpy.run_path("run.py", run_name="__main__")
 
 
 @pytest.mark.long
-def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path) -> None:
+def test_a_reader_that_has_seen_enough_is_not_an_error(chatty: Path, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} run.py device=cpu model.path={chatty} predict.data=Once hydra.run.dir={tmp_path / 'out'}"
     )

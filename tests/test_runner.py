@@ -106,7 +106,7 @@ def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, exp
 
 
 @each("quant", [FLOATS, INT8])
-def test_formats_beside_float32(quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_formats_compared_with_float32(quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path) -> None:
     check_tokens(program, exports.of(llama(tmp_path / "model", quant)))
 
 
@@ -197,7 +197,7 @@ def test_output_that_cannot_be_written(export_folder: Path, program: Path) -> No
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the tokens cannot be written\n")
 
 
-def test_what_is_no_file(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_paths_that_are_not_files(export_folder: Path, program: Path, tmp_path: Path) -> None:
     """A pipe, for which the runner does not wait, and a folder."""
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     for replacement in (os.mkfifo, os.mkdir):
@@ -307,7 +307,7 @@ def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfi
 
 
 @each("kind", ["byte_level", "byte_fallback", "pieces", "pieces, legacy"])
-def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_texts_match_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
     """A random model generates invalid bytes, special tokens, and ids that the tokenizer lacks."""
     made, run = with_text(kind, tmp_path / "model", exports)
     engine = load_engine(run, 3)

@@ -60,7 +60,7 @@ for _ in range(100_000):
         ({"choice": ["\ud83d"]}, "choice is no JSON: .*surrogates not allowed"),
     ],
 )
-def test_what_is_no_guide_is_refused(guide: Any, message: str) -> None:
+def test_invalid_guide_settings_are_refused(guide: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^decode\.guide.*{message}") as error:
         DecodeConfig(guide=guide)
     assert len(str(error.value)) < 500

@@ -316,7 +316,7 @@ def test_fewer_texts_than_asked_for_are_an_error() -> None:
     )  # reading a checkpoint's value never fails
 
 
-def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_used_settings_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     for values in ({"top_k": 5, "penalty_alpha": 0.6}, {"top_p": 0.9, "temperature": 1.0}, {"length_penalty": 2.0}):
         resolved = DecodeConfig().replaced(values).resolved({"num_beams": 4} if "length_penalty" in values else {})
         assert all(getattr(resolved, name) == value for name, value in values.items())

@@ -60,7 +60,7 @@ def test_bits_of_a_weight(kind: str, bits: float) -> None:
 @any_way
 @each("kind", KINDS)
 @poisoned()
-def test_products_are_those_of_the_numbers(kind: str) -> None:
+def test_products_match_the_numbers(kind: str) -> None:
     for shape in SHAPES:
         raw, values = blocks_of(kind, *shape)
         weight, x, bias = pack_blocks(kind, raw), randn(17, shape[1]), randn(1, shape[0])[0]

@@ -100,7 +100,7 @@ REMEDIES: list[tuple[Callable[[Path], Path], str]] = [
 
 @each("place, remedy", REMEDIES)
 @each("mode", [0o020, 0o002])
-def test_what_others_can_write_is_not_loaded(
+def test_files_that_others_can_write_are_not_loaded(
     filled: Path, place: Callable[[Path], Path], remedy: str, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_folder, "is_private", lambda group: False)
@@ -155,7 +155,7 @@ def test_roots_group_is_private_for_a_user_without_a_name(monkeypatch: pytest.Mo
 
 
 @each("place, remedy", REMEDIES)
-def test_what_belongs_to_another_user_is_not_loaded(
+def test_files_of_another_user_are_not_loaded(
     filled: Path, place: Callable[[Path], Path], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, real = place(filled), Path.stat
@@ -171,7 +171,7 @@ def test_what_belongs_to_another_user_is_not_loaded(
     assert not is_loaded(filled)
 
 
-def test_what_root_owns_is_loaded(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_root_are_loaded(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An administrator may create a cache for all users. If the tests run as root, root owns everything."""
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
     if os.getuid() == 0:
@@ -182,7 +182,7 @@ def test_what_root_owns_is_loaded(filled: Path, monkeypatch: pytest.MonkeyPatch)
             load()
 
 
-def test_the_users_own_is_loaded_and_a_sticky_folder_above_it_is_no_danger(filled: Path) -> None:
+def test_the_users_own_is_loaded_and_a_sticky_folder_above_it_is_not_a_danger(filled: Path) -> None:
     filled.parent.chmod(0o1777)  # as /tmp is
     load()
     assert is_loaded(filled)
@@ -216,7 +216,7 @@ def test_a_link_leads_to_where_the_folder_is(filled: Path, monkeypatch: pytest.M
         load()
 
 
-def test_what_is_made_is_nobody_elses_whatever_the_umask(cache: Path) -> None:
+def test_only_the_user_can_write_new_files_with_any_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
         load()

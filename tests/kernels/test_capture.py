@@ -307,7 +307,7 @@ def test_other_arguments_are_repeated_by_torch(name: str) -> None:
 
 @torch.inference_mode()
 @compiled
-def test_what_is_no_part_of_it_is_not_recorded() -> None:
+def test_calls_outside_the_capture_are_not_recorded() -> None:
     set_threads(1)
     ids = torch.tensor([1, 2])
     graph, result = capture(lambda: layer(ids, FIRST))

@@ -18,7 +18,7 @@ def slices(widths: tuple[int, ...]) -> list[slice]:
 
 @each("widths", WIDTHS)
 @each("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_pieces_beside_each_other_are_the_whole(widths: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_concatenated_pieces_are_the_tensor(widths: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randint(-100, 100, (7, sum(widths))).to(dtype)
     pieces = slices(widths)
     for gathered in run_ranks(len(widths), lambda group: group.gather(tensor[:, pieces[group.rank]], widths)):

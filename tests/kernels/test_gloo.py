@@ -59,7 +59,7 @@ def test_ranks_have_what_torch_makes_of_all_pieces(kind: str, job: str, size: in
 
 @each("number", [signal.SIGKILL, signal.SIGSTOP])
 @each("job", ["gather_for_ever", "receive_for_ever"])
-def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.Signals) -> None:
+def test_a_rank_continues_and_ends_where_another_is_lost(job: str, number: signal.Signals) -> None:
     """A killed rank closes its sockets. If a rank is stopped, `abort` tells the waiting rank."""
     server = serve_addresses(HOST)
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.
         assert ended(rank, told) == ["aborted" if told else "lost", "done"]
 
 
-def test_a_rank_ends_whose_numbers_nobody_takes() -> None:
+def test_a_rank_ends_if_no_rank_receives_its_numbers() -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
         lost, rank = (start(stack, server.port, place, 2, "send_for_ever") for place in range(2))
@@ -80,13 +80,13 @@ def test_a_rank_ends_whose_numbers_nobody_takes() -> None:
         assert ended(rank, "send\n") == ["done"]
 
 
-def test_a_rank_that_nobody_meets_ends_when_it_is_told() -> None:
+def test_a_rank_without_peers_ends_when_it_is_told() -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
         assert ended(start(stack, server.port, 0, 2, "meet_for_ever"), "abort\n") == ["waiting", "aborted", "done"]
 
 
-def test_a_rank_that_has_met_nobody_ends_at_its_end() -> None:
+def test_a_rank_that_connected_to_no_rank_ends_normally() -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
         assert ended(start(stack, server.port, 0, 2, "leave"), "") == ["done"]
@@ -158,7 +158,7 @@ class LateGloo(Gloo):
         return self.late
 
 
-def test_work_that_ends_between_two_looks_is_no_failure() -> None:
+def test_work_that_ends_between_two_looks_is_not_a_failure() -> None:
     server = serve_addresses(HOST)
     group, x = LateGloo((HOST, server.port), "alone", 0, 1, HOST, server), torch.randn(3, 5)
     assert torch.equal(group.gather(x, (5,)), x)

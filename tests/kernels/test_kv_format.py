@@ -120,7 +120,7 @@ def test_int4_written_out() -> None:
 
 @each("bad", [math.nan, math.inf, -math.inf])
 @each("name", QUANTISED)
-def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(name: str, bad: float) -> None:
     x = vectors(2, 16)
     x[0, 1, 3] = bad
     back = FORMATS[name].decode(FORMATS[name].encode(x))

@@ -139,7 +139,7 @@ def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
 
 @any_way
 @each("interleaved", [False, True])
-def test_norm_and_turn_are_those_of_float64(interleaved: bool) -> None:
+def test_norm_and_turn_match_float64(interleaved: bool) -> None:
     new, slots = new_tokens(63, 24, 16, torch.float32)
     norms, caches = norms_of(24, torch.float32), caches_of("none", 24, torch.float32)
     result = rope_and_store(*new, *caches, slots, interleaved, *norms, 1e-6)

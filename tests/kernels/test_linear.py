@@ -76,7 +76,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
 
 
 @any_way
-def test_what_is_missing_and_what_does_not_fit() -> None:
+def test_missing_and_mismatched_arguments() -> None:
     x, weight = randn(3, 8, dtype=torch.float32), randn(5, 8, dtype=torch.float32)
     assert linear(x[:0], weight).shape == (0, 5)
     assert linear(x, weight[:0]).shape == (3, 0)

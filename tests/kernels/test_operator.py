@@ -280,7 +280,7 @@ def test_a_compiled_layer_computes_the_same_bits() -> None:
     assert equal(compiled(*inputs), layer(*inputs))
 
 
-def test_errors_are_those_of_the_function() -> None:
+def test_errors_match_the_function() -> None:
     weight = products.pack(randn(17, 31))
     with pytest.raises(ValueError, match=r"rows \[5, 30\] cannot be multiplied by a weight of 31 inputs"):
         ops.matmul_together(randn(5, 30), None, torch.float32, None, *([part] for part in WEIGHT.take(weight)), [None])

@@ -109,7 +109,7 @@ def test_values_may_have_fewer_channels_than_keys() -> None:
 @any_way
 @each("bad", [math.nan, math.inf])
 @each("options", [{}, {"window": 3}, {"prefix_lengths": torch.tensor([2])}])
-def test_what_a_token_does_not_see_may_be_anything(options: Options, bad: float) -> None:
+def test_masked_values_may_be_anything(options: Options, bad: float) -> None:
     """Its weight is 0; 0 times a value that is not finite would be NaN."""
     caches = [PagedVectors((torch.randn(3, BLOCK_SIZE, 2, 8),), Unquantised(), 8, torch.float32) for _ in range(2)]
     query, numbers = torch.randn(9, 4, 8), (torch.tensor([[1, 0, 2]]), torch.tensor([0, 9]), torch.tensor([9]))

@@ -62,7 +62,7 @@ def test_ties_become_even() -> None:
 
 @any_way
 @each("dtype", DTYPES)
-def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_float8_codes_match_torch(dtype: torch.dtype) -> None:
     """With a scale of 1: numbers at, next to and between all codes, and beyond them."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles, ulp = (codes[1:] + codes[:-1]) / 2, 1 + 2**-20

@@ -62,7 +62,7 @@ def test_heads_of_a_fused_product_turn_where_they_lie(dtype: torch.dtype, tolera
 @any_way
 @each("num_tokens", [1, 63])
 @poisoned()
-def test_angles_are_those_of_float64(num_tokens: int) -> None:
+def test_angles_match_float64(num_tokens: int) -> None:
     positions = torch.arange(num_tokens) * 2003
     frequencies = 10000.0 ** (-torch.arange(40) / 40)
     exact = (

@@ -69,7 +69,7 @@ def test_abort_wakes_all_ranks_and_they_need_no_processor_while_they_wait() -> N
 
 
 @pytest.mark.long
-def test_sleepers_that_nobody_wakes_see_the_abort_word() -> None:
+def test_sleeping_ranks_see_the_abort_word() -> None:
     """For example if the aborting rank is killed before it wakes the other ranks."""
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, 2)

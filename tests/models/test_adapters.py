@@ -70,7 +70,7 @@ def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path
     assert len({digest(one), digest(same)}) == 2
 
 
-def test_what_was_read_stays_when_the_file_changes(base: Path, engine: Engine, tmp_path: Path) -> None:
+def test_read_adapters_stay_when_the_file_changes(base: Path, engine: Engine, tmp_path: Path) -> None:
     """The file changes in place, which a mapping of it would see."""
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
     file = folder / "adapter_model.safetensors"

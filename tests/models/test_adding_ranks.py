@@ -195,7 +195,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
-def test_kept_files_are_those_of_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_files_match_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     write_llama(tmp_path / "base")
     run = run_config(tmp_path / "base", keep_packed=True)

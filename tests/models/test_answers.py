@@ -173,7 +173,7 @@ def test_reasoning_that_the_prompt_began() -> None:
         assert parts_of("deepseek", pieces, reasons=True) == ([Reasoning("hm"), Content("Fine")], False)
 
 
-def test_special_tokens_that_are_no_part_of_an_answer_are_dropped() -> None:
+def test_special_tokens_that_are_not_part_of_an_answer_are_dropped() -> None:
     for text in ("Fine</s>", "</s>Fi</s>ne"):
         for pieces in ([text], list(text)):
             reader = AnswerReader(FORMATS["mistral"], NAMES, dropped=["</s>"])

@@ -110,7 +110,7 @@ def spelled(value: Any, name: str) -> Any:
 @pytest.mark.long
 @KINDS
 @each("style", STYLES)
-def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, tmp_path: Path) -> None:
+def test_text_of_a_conversation_is_never_a_control_token(style: str, kind: Any, tmp_path: Path) -> None:
     template, special, added = STYLES[style]
     ours, theirs = written(tmp_path, style, kind())
     clean = ours.encode_messages(CALLED, None, tools=TOOLS)[1]
@@ -126,7 +126,7 @@ def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, t
 
 
 @each("style", STYLES)
-def test_names_of_properties_are_no_control_tokens_either(style: str, tmp_path: Path) -> None:
+def test_names_of_properties_are_not_control_tokens_either(style: str, tmp_path: Path) -> None:
     ours, theirs = written(tmp_path, style, byte_level())
     name = STYLES[style][1][0]
     tools = json.loads(json.dumps(TOOLS).replace('"city"', json.dumps(f"city{name}")))

@@ -52,7 +52,7 @@ def outputs(folder: Path, head: HeadKind | None, prompts: list[list[int]], pooli
 
 
 @each("family", CLASSIFIERS)
-def test_labels_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_labels_match_transformers(tmp_path: Path, family: str) -> None:
     model_class, config = CLASSIFIERS[family]
     reference, prompts = write_model(tmp_path, model_class, **config), random_prompts(96)
     for prompt, scores in zip(prompts, outputs(tmp_path, None, prompts, Pooling.last), strict=True):

@@ -79,7 +79,7 @@ def test_any_text(text: str) -> None:
         check(tokenizer, text)
 
 
-def test_bytes_are_those_of_the_text_in_its_normal_form() -> None:
+def test_bytes_match_the_text_in_its_normal_form() -> None:
     backend = byte_level()
     plain = wrapped(backend).max_token_bytes
     assert plain == max(len(token) for token in backend.get_vocab())  # one letter per byte

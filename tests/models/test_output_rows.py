@@ -15,7 +15,7 @@ from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, link
 
 @each("family", GOLDEN_FAMILIES, quick=QUICK)
 @torch.inference_mode()
-def test_output_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
+def test_output_rows_match_all_rows(family: str, tmp_path: Path) -> None:
     engine = engine_of(link(family, tmp_path), allow_pickle=True)
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     prompts = [prompt, prompt[:1] + prompt[2:]] if len(prompt) > 8 else [prompt, prompt]

@@ -36,7 +36,7 @@ def test_patterns_that_programs_do_not_have(pattern: str, feature: str) -> None:
     assert str(raised.value) == f"its pattern {pattern!r} has {feature!r}"
 
 
-def test_sets_are_those_of_the_library() -> None:
+def test_sets_match_the_library() -> None:
     """The long s is one of the letters that (?i:s) matches. Every code point is in a set or in its complement."""
     sets = Sets(members)
     compile_pattern(r"(?i:s)[^\s]", sets)

@@ -135,7 +135,7 @@ def test_no_answer_is_taken_for_another_after_an_interrupt(
 
 
 @each("number, raised", [(signal.SIGKILL, OSError), (signal.SIGSEGV, UserError)])
-def test_a_process_that_was_killed_is_no_fault_of_the_row(
+def test_a_process_that_was_killed_is_not_a_fault_of_the_row(
     templates: TemplateProcess,
     started: list[subprocess.Popen[bytes]],
     number: signal.Signals,

@@ -175,7 +175,7 @@ def test_tensors_with_nan_are_loaded_and_named(caplog: pytest.LogCaptureFixture)
         refuse_damaged(model)
 
 
-def test_large_numbers_are_no_damage() -> None:
+def test_large_numbers_are_not_damage() -> None:
     model = build(LLAMA)
     tensors = {name: tensor.fill_(3e38) for name, tensor in tensors_of(model).items()}  # whose sum is infinite
     load(model, MemoryFile(tensors))

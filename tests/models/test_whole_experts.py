@@ -84,7 +84,7 @@ def test_stages(tmp_path: Path) -> None:
 
 
 @each("name", ["mixtral", "v3"])
-def test_beside_products_that_are_added(name: str, tmp_path: Path) -> None:
+def test_with_products_that_are_added(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     write_family(tmp_path / name, name)
     run = run_config(tmp_path / name)

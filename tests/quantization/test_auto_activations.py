@@ -89,7 +89,7 @@ def test_a_model_s_short_prompts_are_exact_and_long_ones_nearly(quant: QuantConf
     assert 0 < error < 0.12  # the bound of a8w8's error in test_quantized_models.py, which includes the weights' error
 
 
-def test_captured_steps_of_many_rows_are_those_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_of_many_rows_equal_computed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is captured by its shape, so the choice for its rows is the same in all of its replays."""
     run = replace(run_config(LLAMA), quant=QuantConfig(INT8, activations=AUTO))
     decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)

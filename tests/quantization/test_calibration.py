@@ -53,7 +53,7 @@ def test_layers_in_turn_are_the_model(family: str) -> None:
 
 @pytest.mark.long
 @each("family", GOLDEN_FAMILIES)
-def test_a_pass_that_observes_goes_on(family: str) -> None:
+def test_a_pass_that_observes_continues(family: str) -> None:
     """It stores the state of the cache, so that the second pass ends with the same result."""
     engine, calibrator, expected = calibrator_of(family, sequential=False)
     _, again, _ = calibrator_of(family)

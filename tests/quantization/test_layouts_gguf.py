@@ -85,7 +85,7 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     assert rows.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(rows.dtype))
 
 
-def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_types_are_dequantised_next_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, LlamaForCausalLM, intermediate_size=256)
     file = tmp_path / "mixed.gguf"
     writer = gguf.GGUFWriter(file, "llama")
@@ -105,7 +105,7 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.
     assert caplog.messages == ["weights are unpacked to floats, which take more memory: 2 of TQ2_0"]
 
 
-def test_options_beside_a_packed_file(tmp_path: Path) -> None:
+def test_options_with_a_packed_file(tmp_path: Path) -> None:
     file, _ = write_pair(tmp_path, "llama", "Q8_0")
     run = run_config(file)
     with pytest.raises(

@@ -213,7 +213,7 @@ def test_several_schemes_are_rules() -> None:
         (LinearScheme(WeightFormat(8, CodeKind.FP8)), "AWQ holds int4 weights, not fp8 per channel"),
     ],
 )
-def test_what_awq_cannot_hold(scheme: LinearScheme, message: str) -> None:
+def test_schemes_that_awq_cannot_store(scheme: LinearScheme, message: str) -> None:
     with pytest.raises(UserError, match=message):
         awq.write_config({NAME: scheme}, [])
 

@@ -69,7 +69,7 @@ def test_weight_memory_falls(scheme: str) -> None:
     assert after < floats / 2 + (before - floats / 2) / 2.5
 
 
-def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
+def test_a_tied_head_is_quantised_next_to_its_embedding() -> None:
     engine = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8))
     plain = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8, skip=["lm_head"]))
     assert engine.executor.step_weight_bytes(1) < plain.executor.step_weight_bytes(1)

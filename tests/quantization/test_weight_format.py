@@ -192,7 +192,7 @@ def test_a_low_precision_weight_is_its_float32_value() -> None:
 
 
 @each("bad", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
+def test_weights_that_are_not_numbers_are_refused(bad: float) -> None:
     weight = random(4, 16)
     weight[2, 5] = bad
     with pytest.raises(UserError, match="1 of 64 weights are NaN or infinite"):

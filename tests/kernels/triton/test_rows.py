@@ -171,7 +171,7 @@ def test_kv_store_writes_the_same_bits(kv_cache: str, sizes: tuple[int, int, int
 
 
 @each("kv_cache, odd", product(NAMES, [torch.nan, torch.inf, -torch.inf]))
-def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
+def test_non_finite_values_are_not_hidden(kv_cache: str, odd: float) -> None:
     key = noise(2, 1, 16)
     key[0, 0, 5] = odd
     cache, _ = stored(kernels.kv_store.triton.kv_store, kv_cache, key, key, torch.tensor([1, 2]), DEVICE)

@@ -59,7 +59,7 @@ def test_a_head_that_is_loaded_again_is_normalised_again() -> None:
     torch.testing.assert_close(model.lm_head.unit_rows().norm(dim=1), torch.ones(5))
 
 
-def test_alibi_slopes_are_no_weights_and_stay_float32() -> None:
+def test_alibi_slopes_are_not_weights_and_stay_float32() -> None:
     with torch.device("meta"):
         model = Baichuan(read_config(reader(max_position_embeddings=None, model_max_length=64)))
     model.to(torch.bfloat16)
@@ -110,7 +110,7 @@ def test_no_sign_of_a_version_is_1_with_a_warning(caplog: pytest.LogCaptureFixtu
         ({"max_position_embeddings": None}, r"model_max_length is missing"),
     ],
 )
-def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_config(reader(**changes))
 
@@ -122,6 +122,6 @@ def test_every_key_of_the_goldens_is_known() -> None:
         assert config.unread() == []
 
 
-def test_lengths_are_those_of_either_position_encoding() -> None:
+def test_lengths_match_either_position_encoding() -> None:
     assert read_config(reader()).context_length == 64
     assert read_config(reader(max_position_embeddings=None, model_max_length=77)).context_length == 77

@@ -124,7 +124,7 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
     torch.testing.assert_close(*logits, atol=0.01, rtol=0)
 
 
-def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[str, Tensor]) -> None:
+def test_a_reply_that_has_begun_continues_the_same(engine: Engine, golden: dict[str, Tensor]) -> None:
     prompt, ids = golden["input_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
     for begun in (1, 7, 23):
         assert greedy(engine, [prompt + ids[:begun]], 24 - begun) == [ids[begun:]]
@@ -174,7 +174,7 @@ CONFIG = {
         ({"mask_token_id": "3"}, r"mask_token_id='3' is not of type int"),
     ],
 )
-def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_config(ConfigReader(CONFIG | changes, "config.json"))
 

@@ -173,6 +173,6 @@ def test_every_key_of_glm4_is_known() -> None:
         ({"padded_vocab_size": None}, r"padded_vocab_size is missing"),
     ],
 )
-def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_config(reader(**changes))

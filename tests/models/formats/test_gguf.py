@@ -208,7 +208,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         weights(checkpoint)
 
 
-def test_rows_that_are_no_halves_of_heads(tmp_path: Path) -> None:
+def test_rows_that_are_not_halves_of_heads(tmp_path: Path) -> None:
     """The halves of a head of 15 channels cannot be paired for rotation."""
     write_model(tmp_path, LlamaForCausalLM)
     writer = gguf.GGUFWriter(tmp_path / "twin.gguf", "llama")
@@ -362,7 +362,7 @@ def test_every_type_that_the_package_unpacks_is_read() -> None:
     assert {kind.name for kind in unpacked} == set(KINDS)
 
 
-def test_a_vocabulary_is_no_model(tmp_path: Path) -> None:
+def test_a_vocabulary_is_not_a_model(tmp_path: Path) -> None:
     finish(gguf.GGUFWriter(tmp_path / "x.gguf", "llama"))
     with pytest.raises(UserError, match="x.gguf holds a vocabulary and no tensors: give it as model.tokenizer=FILE"):
         opened(tmp_path / "x.gguf")

@@ -293,7 +293,7 @@ PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, of DeepSeek-
 
 
 @each("pre", PUBLISHED)
-def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
+def test_ids_match_tokenizer_json(pre: str, tmp_path: Path) -> None:
     """A vocabulary trained on texts that are split as the family's tokenizer.json says, read by transformers and from
     GGUF."""
     settings = json.loads(byte_level().to_str())

@@ -142,7 +142,7 @@ def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
             assert ours.fields[key].contents() == pytest.approx(field.contents()), key
 
 
-def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_models_unknown_to_llama_cpp_are_refused(tmp_path: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"norm_topk_prob": False},
         "qwen3_yarn": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},

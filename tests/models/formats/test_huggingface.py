@@ -288,7 +288,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_are_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)

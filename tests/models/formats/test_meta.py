@@ -47,7 +47,7 @@ def test_equals_the_other_layout(num_shards: int, embedding: int, tied: bool, tm
     )
 
 
-def test_bytes_of_progress_are_those_of_the_model(tmp_path: Path) -> None:
+def test_bytes_of_progress_match_the_model(tmp_path: Path) -> None:
     tensors = tensors_of(tmp_path / "hf")
     calls: list[tuple[int, int]] = []
     meta = write_meta(tmp_path / "meta", tensors, 2)

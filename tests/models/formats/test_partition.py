@@ -14,7 +14,7 @@ PLANS = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_
 
 
 @each("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm", "glm4"])
-def test_axes_are_those_of_transformers(model_type: str) -> None:
+def test_axes_match_transformers(model_type: str) -> None:
     sizes = {**SMALL, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(model_type, **sizes)
     model = build(config.to_dict())

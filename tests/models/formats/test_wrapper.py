@@ -65,7 +65,7 @@ def test_equals_transformers(model_type: str, spelling: str, tmp_path: Path) -> 
     assert_equal(tmp_path, reference)
 
 
-def test_settings_beside_those_of_pictures(tmp_path: Path) -> None:
+def test_settings_next_to_image_settings(tmp_path: Path) -> None:
     """The hub's files of Qwen2-VL, whose text tensors have no prefix either."""
     reference = write_random(tmp_path, reference_of("qwen2_vl"))
     rename(tmp_path, {"model.language_model.": "model.", "language_model.model.": "model.", "model.visual.": "visual."})

@@ -86,7 +86,7 @@ def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
         assert outputs(engine_with(models, [name]), [(prompt, name)])[0].completions == output.completions
 
 
-def test_rows_without_an_adapter_are_those_of_an_engine_without(models: Path) -> None:
+def test_rows_without_an_adapter_match_an_engine_without(models: Path) -> None:
     plain = engine_of(models / "base", 5)
     rows: Rows = [(prompt, None) for prompt in PROMPTS]
     expected = outputs(plain, rows)

@@ -103,7 +103,7 @@ def test_with_other_settings(engine: Engine, model: LlamaForCausalLM, settings: 
         check(output, *expected(model, prompt, **{k: v for k, v in settings.items() if v is not None or "eos" in k}))
 
 
-def test_beside_greedy_and_samples_and_in_any_order(engine: Engine, model: LlamaForCausalLM) -> None:
+def test_with_greedy_rows_and_samples_in_any_order(engine: Engine, model: LlamaForCausalLM) -> None:
     decodes = [
         DecodeConfig(max_new_tokens=9, num_beams=4),
         DecodeConfig(max_new_tokens=12),
@@ -154,7 +154,7 @@ def test_streaming_is_refused(engine: Engine) -> None:
         engine.request(0, [5], DecodeConfig(max_new_tokens=2, num_beams=2), print)
 
 
-def test_what_can_never_fit_is_refused(folder: Path, model: LlamaForCausalLM) -> None:
+def test_requests_that_can_never_fit_are_refused(folder: Path, model: LlamaForCausalLM) -> None:
     small = engine_of(folder, block_size=4, kv_cache_memory=str(20 * 4 * 2 * 2 * 2 * 16 * 4))
     with pytest.raises(UserError, match="prompt and new tokens are 26, in 4 sequences, but the KV cache holds 80"):
         small.request(0, [5] * 6, DecodeConfig(max_new_tokens=20, num_beams=4))

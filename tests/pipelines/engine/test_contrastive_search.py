@@ -106,7 +106,7 @@ def test_what_contradicts_it_is_refused(engine: Engine) -> None:
 
 
 @each("alpha", [0.6, 1.0])
-def test_what_is_banned_is_no_candidate(engine: Engine, alpha: float) -> None:
+def test_banned_tokens_are_not_candidates(engine: Engine, alpha: float) -> None:
     decode = DecodeConfig(max_new_tokens=12, penalty_alpha=alpha, top_k=5, allowed_token_ids=[7, 9])
     (output,) = complete(engine, [[5, 6]], decode)
     assert set(output.token_ids) <= {7, 9}

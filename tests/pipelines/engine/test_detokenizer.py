@@ -82,7 +82,7 @@ def test_stop_strings_are_found_in_special_tokens_that_are_not_shown() -> None:
     assert run() == ("abcde", None)
 
 
-def test_random_bytes_join_to_the_whole_even_where_they_are_no_text() -> None:
+def test_random_bytes_join_to_the_whole_even_where_they_are_not_text() -> None:
     tokenizer, rng = byte_level(), random.Random(0)
     decode = decode_with(tokenizer)
     for _ in range(60):

@@ -149,7 +149,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
     return watch
 
 
-def test_what_is_held_is_not_computed_again(folder: Path, computed: Callable[[Engine], list[int]]) -> None:
+def test_cached_tokens_are_not_computed_again(folder: Path, computed: Callable[[Engine], list[int]]) -> None:
     engine = drafting_engine(folder, folder, block_size=4)
     sizes = computed(engine)
     prompt = list(range(3, 33))
@@ -165,7 +165,7 @@ def test_what_is_held_is_not_computed_again(folder: Path, computed: Callable[[En
     assert sizes[0] == 31
 
 
-def test_what_a_plain_row_overwrote_is_computed_again(folder: Path) -> None:
+def test_keys_that_a_plain_row_overwrote_are_computed_again(folder: Path) -> None:
     engine = drafting_engine(folder, folder, block_size=4, kv_cache_memory=str(40 * 4 * 2 * KEY_VALUE_BYTES))
     prompts = [list(range(3, 33)), list(range(40, 64))]
     for prompt in (prompts[0], prompts[1], prompts[0]):
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_computed_in_parts_that_no_step_waits_long_for(
     assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
 
 
-def test_logits_of_a_draft_that_are_not_finite_are_nobodys_error(folder: Path, smaller: Path) -> None:
+def test_infinite_logits_of_a_draft_model_are_not_an_error(folder: Path, smaller: Path) -> None:
     engine = drafting_engine(folder, smaller)
     model = proposer_of(engine).executor.model
     norm: Any = model.final_norm

@@ -139,7 +139,7 @@ def test_a_failing_sink_gives_everything_back(texts: Engine) -> None:
     assert not texts.scheduler.running
 
 
-def test_logprobs_are_those_of_the_unmodified_distribution(engine: Engine) -> None:
+def test_logprobs_match_the_unmodified_distribution(engine: Engine) -> None:
     prompt = [5, 6, 7]
     output = one(engine, prompt, max_new_tokens=6, logprobs=3, temperature=3.0, repetition_penalty=1.8, seed=2)
     expected = all_logits(engine, prompt + output.token_ids[:-1])[len(prompt) - 1 :].log_softmax(-1)
@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution(engine: Engine) -> No
     assert one(engine, prompt, max_new_tokens=2).logprobs is None
 
 
-def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_path: Path) -> None:
+def test_prompt_logprobs_match_the_next_prompt_token(engine: Engine, tmp_path: Path) -> None:
     write_llama(tmp_path)
     prompt = list(range(5, 45))
     expected = all_logits(engine, prompt)[:-1].log_softmax(-1)
@@ -190,7 +190,7 @@ def test_prompt_logprobs_are_whole_after_preemption(
     assert preempted
 
 
-def test_samples_are_those_of_the_seed_and_the_first_is_that_of_one_alone(engine: Engine) -> None:
+def test_samples_match_the_seed_and_the_first_is_that_of_one_alone(engine: Engine) -> None:
     decode = {"max_new_tokens": 15, "temperature": 1.0, "seed": 7}
     single = [one(engine, prompt, **decode).token_ids for prompt in PROMPTS]
     outputs = generate(engine, PROMPTS, DecodeConfig(n=4, **decode))  # type: ignore[arg-type]
@@ -517,7 +517,7 @@ def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
     assert (hits > 0) == (prefix_cache and device.get("block_size") != 64)
 
 
-def test_what_can_never_fit_fails_alone_and_at_once(tmp_path: Path) -> None:
+def test_requests_that_can_never_fit_fail_alone_and_at_once(tmp_path: Path) -> None:
     write_llama(tmp_path)
     small = engine_of(tmp_path, block_size=4, kv_cache_memory=str(11 * 4 * KEY_VALUE_BYTES))
     with pytest.raises(UserError, match="prompt and new tokens are 60, but the KV cache holds 44"):

@@ -71,7 +71,7 @@ def in_order(engine: Engine, order: list[int], batch_size: int) -> dict[int, Com
     return {output.request_id: output.completions[0] for output in engine.generate(requests, batch_size)}
 
 
-def test_what_was_left_in_the_pool_changes_no_bit(engine_of: Callable[..., Engine]) -> None:
+def test_old_values_in_the_pool_change_no_bit(engine_of: Callable[..., Engine]) -> None:
     """Blocks are reused: values after a sequence's end, from an earlier sequence, do not matter, even NaN and
     infinity."""
     torch.set_num_threads(THREADS)

@@ -206,7 +206,7 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(engine: Engine, raise
         assert run(engine, {})  # after everything is freed
 
 
-def test_what_a_sink_raises_is_raised(engine: Engine) -> None:
+def test_exceptions_of_a_sink_are_raised(engine: Engine) -> None:
     """It belongs to the caller, even if its type would otherwise be a request's error."""
 
     def failing(*piece: Any) -> None:

@@ -108,7 +108,7 @@ def test_a_batch_runs_in_the_smallest_step_that_holds_it() -> None:
 
 
 @torch.inference_mode()
-def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_operations_that_a_graph_cannot_hold_are_computed_each_time(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(compute: Callable[[], None]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -208,7 +208,7 @@ REFUSED = [
 
 
 @each("guide, message", REFUSED)
-def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any], message: str) -> None:
+def test_invalid_guides_are_refused(chatty: Path, guide: dict[str, Any], message: str) -> None:
     engine = engine_of(chatty, tokenizer="")
     for refusal in (lambda decode: engine.request(0, [0], decode), engine.requests.check):
         with pytest.raises(UserError, match=rf"^decode\.guide\..*{message}") as error:
@@ -298,7 +298,7 @@ def test_real_vocabularies(name: str) -> None:
     assert [i for i in range(size) if mask >> i & 1] == [eos]
 
 
-def test_what_a_guide_needs(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requirements_of_a_guide(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = DecodeConfig(guide={"regex": "a"})
     with pytest.raises(UserError, match=r"decode\.guide needs a tokenizer: give model\.tokenizer=PATH"):
         engine_of(chatty).request(0, [0], guide)

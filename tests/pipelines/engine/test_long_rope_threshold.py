@@ -17,7 +17,7 @@ def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_togeth
     assert not scheduler.running
 
 
-def test_what_is_computed_again_shares_no_blocks() -> None:
+def test_recomputed_sequences_share_no_blocks() -> None:
     params = sequence(0, 8, 12, n=3, temperature=1.0).request.params
     assert max_blocks(params, 8, 4, 20) == 2 + 3 * 3
     assert max_blocks(replace(params, max_new_tokens=13), 8, 4, 20) == 3 * 6

@@ -174,7 +174,7 @@ def test_a_request_that_comes_while_a_step_is_ahead(folder: Path) -> None:
     assert any(ahead)
 
 
-def test_a_cancelled_row_takes_nobody_along(folder: Path) -> None:
+def test_a_cancelled_row_affects_no_other_row(folder: Path) -> None:
     expected = run(engine_of(folder), [GREEDY])
     engine = engine_of(folder)
     look_ahead(engine)

@@ -97,7 +97,7 @@ def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     ],
     ids=str,
 )
-def test_drafts_are_those_of_the_definition(
+def test_drafts_match_the_definition(
     tmp_path: Path, config: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = NextTokenReference(tmp_path, **config)
@@ -177,7 +177,7 @@ def test_without_drafts_the_layer_computes_many_tokens_at_once(
     assert sizes == [most] * (88 // most)
 
 
-def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:
+def test_hidden_states_match_the_definition(tmp_path: Path) -> None:
     reference = NextTokenReference(tmp_path)
     engine = load_engine(mtp_run(tmp_path), 1)
     token_ids = list(range(5, 60))

@@ -39,7 +39,7 @@ def vectors(engine: Engine, prompts: list[list[int]], pooling: Pooling, **decode
     return [vectors_by_id[i] for i in range(len(prompts))]
 
 
-def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
+def test_vectors_match_transformers(tmp_path: Path) -> None:
     reference, prompts = write_llama(tmp_path), random_prompts(96, LENGTHS)
     engine = engine_of(tmp_path)
     actual = {pooling: vectors(engine, prompts, pooling) for pooling in Pooling}
@@ -85,7 +85,7 @@ def test_bits_depend_on_the_prompt_alone(
 
 @NEEDS_KERNELS
 @each("pooling", Pooling)
-def test_beside_rows_that_generate_and_after_preemption(
+def test_with_generating_rows_and_after_preemption(
     folder: Path, pooling: Pooling, preempted: list[SequenceGroup]
 ) -> None:
     preempted.clear()

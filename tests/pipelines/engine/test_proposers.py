@@ -57,7 +57,7 @@ def test_an_index_grows_with_its_row() -> None:
         assert draft(row, proposer=proposer) == expected == draft(row)
 
 
-def test_places_are_those_of_a_search() -> None:
+def test_places_match_a_search() -> None:
     text = [i * i % 7 for i in range(60)]
     places = NgramPositions(1, 4)
     for end in range(1, 60):

@@ -32,7 +32,7 @@ def test_background_requests_wait_behind_all_others() -> None:
     assert [list(step(scheduler)) for _ in range(4)] == [[1], [3], [0], [2]]
 
 
-def test_long_prompts_come_in_chunks_beside_those_that_generate() -> None:
+def test_long_prompts_are_computed_in_chunks_with_generating_sequences() -> None:
     scheduler = scheduler_of(num_blocks=1000, budget=16)
     scheduler.add(sequence(0, 3, 9))
     step(scheduler)

@@ -186,9 +186,7 @@ def test_pieces_arrive_as_they_do_without(chatty: Path, plain: Callable[[str], l
 
 
 @each("right", ["all right", "random"])
-def test_remembered_blocks_are_those_of_a_plain_run(
-    chatty: Path, plain: Callable[[str], list[Output]], right: str
-) -> None:
+def test_remembered_blocks_match_a_plain_run(chatty: Path, plain: Callable[[str], list[Output]], right: str) -> None:
     def remembered(engine: Engine) -> set[bytes]:
         return set(engine.scheduler.block_manager._block_of)
 
@@ -216,7 +214,7 @@ def _alone(folder: Path, prompts: list[list[int]]) -> list[Output]:
     return sorted(engine.generate(requests), key=lambda output: output.request_id)
 
 
-def test_what_a_wrong_draft_overflows_to_is_nobodys_error(
+def test_an_overflow_in_a_rejected_draft_is_not_an_error(
     chatty: Path, plain: Callable[[str], list[Output]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Engine._launch
@@ -237,7 +235,7 @@ def test_what_a_wrong_draft_overflows_to_is_nobodys_error(
     assert all("not finite" in str(output.error) or "NaN" in str(output.error) for output in failed)
 
 
-def test_drafts_whose_fate_nobody_learned_are_not_counted_as_accepted(
+def test_drafts_of_unfinished_steps_are_not_counted_as_accepted(
     chatty: Path, plain: Callable[[str], list[Output]]
 ) -> None:
     """A sink that raises ends the step. Drafts that were already tokens stay, and the remaining ones are computed
@@ -277,7 +275,7 @@ def test_searches_are_not_drafted(chatty: Path, caplog: pytest.LogCaptureFixture
     assert engine.speculator.counts.num_drafted_tokens == 0
 
 
-def test_tokens_are_those_of_transformers_prompt_lookup(tmp_path: Path) -> None:
+def test_tokens_match_transformers_prompt_lookup(tmp_path: Path) -> None:
     model = write_llama(tmp_path)
     engine = engine_of(tmp_path)
     decode = drafted(DecodeConfig(max_new_tokens=40, ignore_eos=True), num_tokens=3, min_ngram=1, max_ngram=2)

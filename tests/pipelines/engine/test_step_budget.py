@@ -29,7 +29,7 @@ def test_tokens_that_take_longer_behind_others_are_followed() -> None:
     assert longest_ms <= 150.0  # by as much as tokens become slower from one step to the next
 
 
-def test_a_slow_machine_goes_on() -> None:
+def test_a_slow_machine_continues() -> None:
     budget = StepBudget(1.0)
     budget.observe(0, 50.0)
     budget.observe(100, 500.0)

@@ -76,7 +76,7 @@ def test_the_last_token_is_drawn_below_top_p() -> None:
     assert said == [[0 if uniform(seed, 1) * 0.5 < 0.3 else 1] for seed in range(200)]
 
 
-def test_what_is_drafted_counts_for_the_tokens_behind_it() -> None:
+def test_drafts_count_for_the_following_tokens() -> None:
     logits = torch.zeros(3, 8)
     logits[:, 5], logits[:, 6], logits[:, 7] = 30.0, 20.0, 10.0  # 5 is certain, then 6, then 7
     settings: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
@@ -161,7 +161,7 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)], ids=str)
-def test_texts_are_those_of_the_definition(chatty: Path, settings: dict[str, Any]) -> None:
+def test_texts_match_the_definition(chatty: Path, settings: dict[str, Any]) -> None:
     speculation = SpeculationConfig(**LOSSY, **{name: v for name, v in settings.items() if name != "top_p"})
     decode = DecodeConfig(max_new_tokens=24, ignore_eos=True, temperature=1.2, top_p=settings["top_p"], seed=11)
     engine = engine_of(chatty)

@@ -46,7 +46,7 @@ def test_rows_come_back_in_order_and_once(tmp_path: Path) -> None:
         assert [one["row"]["index"] for one in journal.records()] == [0, 1, 2, 3]
 
 
-def test_a_file_cut_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_keeps_its_whole_lines_and_continues(tmp_path: Path) -> None:
     file = write(tmp_path, *[record(i) for i in range(3)])
     content = file.read_bytes()
     for length in range(len(content) + 1):
@@ -201,7 +201,7 @@ def test_two_runs_never_write_one_journal(tmp_path: Path) -> None:
             assert beside.folder == tmp_path / MOMENTS[1]  # the unfinished one is in use
 
 
-def test_auto_goes_on_with_the_newest_equal_job_beside(tmp_path: Path) -> None:
+def test_auto_resumes_the_newest_equal_job_of_the_parent_folder(tmp_path: Path) -> None:
     for moment, job in zip(MOMENTS, [JOB, JOB, {**JOB, "decode.seed": 1}, JOB], strict=True):
         write(tmp_path / moment, record(0), fingerprint=job)
     (tmp_path / MOMENTS[3] / NAME).write_bytes(b"broken\n")  # must not be judged by a caller that did not name it
@@ -260,7 +260,7 @@ def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
         open_journal(str(tmp_path), tmp_path, JOB)
 
 
-def test_a_journal_that_was_just_removed_is_no_journal(tmp_path: Path) -> None:
+def test_a_journal_that_was_just_removed_is_not_a_journal(tmp_path: Path) -> None:
     with closing(open_journal("none", tmp_path, JOB)) as journal:
         journal.remove()
         with pytest.raises(UserError, match="has no journal"):

@@ -222,19 +222,19 @@ def test_a_pipe_with_a_name_is_read_once(tmp_path: Path) -> None:
 
 
 @each("data", ["nope.txt", "nope.jsonl", "nope/nope.txt", "/nope/nope.jsonl", "a\0b.txt"])
-def test_missing_file_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+def test_missing_file_is_not_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="cannot be read .*: give a prompt, a .txt, a .jsonl, or - for stdin"):
         read_prompts(data)
 
 
 @each("data", ["prompts/all", "./prompts.csv", "/prompts"])
-def test_path_without_a_known_suffix_is_no_prompt(data: str) -> None:
+def test_path_without_a_known_suffix_is_not_a_prompt(data: str) -> None:
     with pytest.raises(UserError, match=r"looks like a path, but .*\.txt, a \.jsonl"):
         read_prompts(data)
 
 
-def test_folder_is_no_prompt(tmp_path: Path) -> None:
+def test_folder_is_not_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UserError, match=r"folder\.txt cannot be read"):
         read_prompts(str(tmp_path / "folder.txt"))
@@ -315,7 +315,7 @@ def test_a_cell_is_as_long_as_a_prompt(tmp_path: Path) -> None:
     assert row.prompt == prompt
 
 
-def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
+def test_an_invalid_row_of_a_list_is_an_error_row(tmp_path: Path) -> None:
     rows = list(read_prompts(write(tmp_path, "a.json", '["a", 3, {"prompt": 4}, {"prompt_token_ids": [5]}]')))
     assert [row.error for row in rows] == [None, "not a JSON object but int", "prompt is of type int, not str", None]
     assert (rows[0].prompt, rows[3].prompt_token_ids) == ("a", [5])
@@ -397,7 +397,7 @@ def test_stdin_as_jsonl(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
 
 
 @each("line", ['{"a": 1}', "{", '"prompt"', "[" * 100_000, "1" * 5000])
-def test_stdin_whose_first_line_is_no_row_is_text(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_stdin_whose_first_line_is_not_a_row_is_text(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     assert texts(read_stdin(monkeypatch, f'{line}\n{{"prompt": "a"}}\n')) == [line, '{"prompt": "a"}']
 
 

@@ -36,7 +36,7 @@ def test_the_last_levels_that_the_process_may_use_are_added_up(system: Path) -> 
 
 
 @pytest.mark.parametrize(("level", "size"), [("3", "32X"), ("3", ""), ("three", "32M")])
-def test_a_description_that_is_not_understood_is_no_cache(system: Path, level: str, size: str) -> None:
+def test_a_description_that_is_not_understood_is_not_a_cache(system: Path, level: str, size: str) -> None:
     describe(system, 0, 3, level, size, "0")
     assert cache_bytes(CPU) == 0
 

@@ -157,7 +157,7 @@ def test_rows_may_ask_only_for_a_model_that_is_loaded(chatty: Path) -> None:
 
 
 @each("decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}])
-def test_a_jobs_predictions_are_those_of_a_plain_one(chatty: Path, tmp_path: Path, decode: dict[str, Any]) -> None:
+def test_a_jobs_predictions_match_a_plain_one(chatty: Path, tmp_path: Path, decode: dict[str, Any]) -> None:
     data = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": text} for text in ("Once upon a time", "x", "a good day " * 5)]
     data.write_text("\n".join(map(json.dumps, rows)))

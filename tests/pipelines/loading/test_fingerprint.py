@@ -51,7 +51,7 @@ def test_machines_have_equal_weights_whenever_they_were_written(chatty: Path, tm
     assert differing == [[], ["model/model.safetensors"], ["model/model.safetensors"]]
 
 
-def test_as_many_new_tokens_as_fit_are_no_number(chatty: Path) -> None:
+def test_as_many_new_tokens_as_fit_are_not_number(chatty: Path) -> None:
     run = run_config(chatty)
     run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
     assert of(run)["decode.max_new_tokens"] == "auto"

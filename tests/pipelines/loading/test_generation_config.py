@@ -78,7 +78,7 @@ def test_bad_values_are_refused(values: dict[str, Any]) -> None:
         decode_defaults(values, 128)
 
 
-def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_biases_bans_and_forced_tokens_match_transformers(tmp_path: Path) -> None:
     """With decode=checkpoint, greedy; test_beam_search compares beams. Prompts of one token have a forced first
     token."""
     model = write_llama(tmp_path)
@@ -127,7 +127,7 @@ def test_every_option_goes_with_a_checkpoint_that_suggests_beams(option: str) ->
     assert resolved.num_return_sequences == (2 if option == "beam" else None)
 
 
-def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+def test_what_is_switched_off_is_not_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
     write_llama(tmp_path)
     suggested = {
         "do_sample": True,

@@ -77,7 +77,7 @@ def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv
         assert complete(engine, prompt).completions == expected.completions
 
 
-def test_what_is_kept_is_what_is_read(folder: Path, tmp_path: Path) -> None:
+def test_kept_values_are_read(folder: Path, tmp_path: Path) -> None:
     """Other numbers in the file give other log probabilities, so they are not recomputed."""
     run = run_of(folder)
     keep(run, tmp_path / "kept")

@@ -112,7 +112,7 @@ def test_bad_generation_config_is_refused(tmp_path: Path, content: str, message:
         engine_of(tmp_path)
 
 
-def test_keys_of_the_config_that_nobody_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_config_keys_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_llama(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, "logit_softcap": 30.0}))
@@ -221,7 +221,7 @@ def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
         load_engine(run, 2049)
 
 
-def test_what_a_model_becomes_has_its_tokenizers_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_made_model_keeps_the_tokenizers_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer_folder = "/cache/org/tok/v1"
     monkeypatch.setattr(model_source, "find_tokenizer", lambda path, hub, revision: Path("/cache") / path / revision)
     model = ModelConfig("org/name", tokenizer="org/tok", revision="v1", max_length=9)

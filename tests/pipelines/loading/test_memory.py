@@ -96,7 +96,7 @@ def test_memory_that_ends_in_a_run_is_one_line(tmp_path: Path, monkeypatch: pyte
     assert "\n" not in str(error.value)
 
 
-def test_memory_that_ends_while_steps_are_captured_is_no_reason_to_do_without() -> None:
+def test_memory_that_ends_while_steps_are_captured_is_not_a_reason_to_do_without() -> None:
     def fills(*step: object) -> StepOutputs:
         raise torch.OutOfMemoryError("full")
 

@@ -258,7 +258,7 @@ def check_ranks(
 
 @pytest.mark.long
 @each("tied", [False, True])
-def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path) -> None:
+def test_estimates_equal_a_loaded_model(tied: bool, tmp_path: Path) -> None:
     """On a CPU a tied embedding has a packed copy, the head."""
     sizes = {"num_hidden_layers": 3, "intermediate_size": 96}  # whole steps of 16, which need no padding
     write_llama(tmp_path, tie_word_embeddings=tied, **sizes)
@@ -383,7 +383,7 @@ def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
     assert 1.2 * one.tokens_per_s < two.tokens_per_s < 1.7 * one.tokens_per_s
 
 
-def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
+def test_stages_of_a_tied_embedding_match_the_divided_model() -> None:
     """The vocabulary has the bytes of five layers, and is in the first and in the last stage."""
     reader = ConfigReader(dict(GPU_CONFIGS["1.5B"]), "test")
     architecture = find_architecture(reader)
@@ -470,7 +470,7 @@ def test_ranks_of_gpus_that_are_here_are_not_chosen(tmp_path: Path, monkeypatch:
     ] * 2
 
 
-def test_what_is_hardly_faster_is_not_chosen() -> None:
+def test_slightly_faster_layouts_are_not_chosen() -> None:
     def with_speed(tokens_per_s: float, **parallel_layout: int) -> Candidate:
         return Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout, tokens_per_s=tokens_per_s)
 
@@ -523,7 +523,7 @@ def test_this_machine_is_found() -> None:
     assert all(10**8 < topology.flops(num_rows) < 10**16 for num_rows in (1, 16))
 
 
-def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
+def test_unused_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
         match=r"parallel.dry_run=true is not used by parallel=single: leave it at false, or give parallel=auto",
@@ -540,7 +540,7 @@ def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
         candidates_of(calibrated)
 
 
-def test_what_is_chosen_is_what_runs() -> None:
+def test_the_chosen_layout_is_the_one_that_runs() -> None:
     parallel_options = {"sum": Sum.reduce, "experts": ExpertPlacement.whole}
 
     def chosen(task: Task, **parallel_layout: int) -> ParallelConfig:

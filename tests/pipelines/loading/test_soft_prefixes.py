@@ -86,7 +86,7 @@ def test_python_takes_the_name(chatty: Path, prefixes: dict[str, str]) -> None:
         pipe("Once", prefix=3)
 
 
-def test_what_a_job_is_knows_the_contents(chatty: Path, prefixes: dict[str, str], tmp_path: Path) -> None:
+def test_the_fingerprint_covers_contents(chatty: Path, prefixes: dict[str, str], tmp_path: Path) -> None:
     def of(prefixes: dict[str, str], prefix: str | None = None) -> dict[str, Any]:
         run = job(chatty, prefixes, "Once", prefix)
         return fingerprint(run, resolve_model(run.model), load_engine(run, 2))

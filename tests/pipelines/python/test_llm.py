@@ -86,7 +86,7 @@ def test_a_script_of_vllm_runs_with_its_import_changed(tmp_path: Path) -> None:
         assert mine == other
 
 
-def test_texts_are_those_of_the_pipeline(llm: LLM) -> None:
+def test_texts_match_the_pipeline(llm: LLM) -> None:
     pipe = pipeline("text_generation", model="tiny", dtype="float32", device="cpu")
     expected = [result["text_generation_text"][0] for result in pipe(PROMPTS, max_new_tokens=12)]
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)

@@ -198,7 +198,7 @@ def test_a_call_between_two_results_may_finish_the_rows_that_wait(pipe: TextGene
     assert list(results) == expected[1:]
 
 
-def test_what_a_generator_cannot_have_is_refused(pipe: TextGenerationPipeline) -> None:
+def test_unsupported_options_of_a_generator_are_refused(pipe: TextGenerationPipeline) -> None:
     with pytest.raises(UserError, match="a streamer needs to know how many prompts there are: give a list"):
         pipe(iter(["a"]), streamer=TextStreamer())
     with pytest.raises(UserError, match="batch_size=9 is more than the 3 that this pipeline was made for"):

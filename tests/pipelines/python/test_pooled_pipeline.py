@@ -79,7 +79,7 @@ def test_arguments_of_a_call_beat_those_of_the_constructor(folder: Path, pipe: E
     np.testing.assert_array_equal(configured(row, instruction=None, normalize=None, pooling="auto"), pipe("a"))
 
 
-def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_the_numbers_match_transformers(tmp_path: Path) -> None:
     reference = write_llama(tmp_path)
     pipe = pipeline("embedding", model=tmp_path, device="cpu", pooling="mean", normalize=True)
     with torch.inference_mode():

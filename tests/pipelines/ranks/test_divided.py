@@ -143,7 +143,7 @@ def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
     close(divided)
 
 
-def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None:
+def test_counts_cover_all_ranks(engines: tuple[Engine, Engine]) -> None:
     alone, divided = (engine.executor for engine in engines)
     context = divided.driver.context.parallel_layout  # type: ignore[attr-defined]
     keys = max(context.tp, 2) / 2  # if three ranks share them, two have copies

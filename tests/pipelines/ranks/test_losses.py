@@ -52,7 +52,7 @@ PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_ne
         "the second of the last stage",
     ],
 )
-def test_a_lost_rank_is_one_line_and_the_job_goes_on(
+def test_a_lost_rank_is_one_line_and_the_job_continues(
     data: Path,
     run_of: Callable[..., Path],
     tmp_path: Path,

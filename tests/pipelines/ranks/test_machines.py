@@ -57,7 +57,7 @@ def test_ranks_over_tcp_give_the_files_of_one_process(
     ],
     ids=["killed beside rank 0", "stopped beside rank 0", "killed in the last stage", "stopped in the last stage"],
 )
-def test_a_lost_rank_is_one_line_and_the_job_goes_on(
+def test_a_lost_rank_is_one_line_and_the_job_continues(
     data: Path, run_of: Callable[..., Path], tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int
 ) -> None:
     folder = tmp_path / "run"

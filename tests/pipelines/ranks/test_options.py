@@ -78,7 +78,7 @@ def test_runs_of_the_command(data: Path, run_of: Callable[..., Path], tmp_path: 
 
 
 @pytest.mark.long
-def test_a_job_goes_on_with_the_same_sums_alone(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_job_continues_with_the_same_sums_alone(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = (*COMMAND[1:], f"predict.data={data}", f"predict.resume={folder}")
     process = start(data, folder, *REDUCE)

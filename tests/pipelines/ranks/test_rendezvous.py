@@ -39,7 +39,7 @@ def places(size: int) -> list[Joined]:
     return [Joined("torchrun", rank, size, "job", 0, 1, address) for rank in range(size)]
 
 
-def test_strangers_at_the_port_are_no_ranks() -> None:
+def test_strangers_at_the_port_are_not_ranks() -> None:
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
         connections = threads.submit(await_ranks, first)

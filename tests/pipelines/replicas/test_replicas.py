@@ -59,7 +59,7 @@ def prompt(group: int, num_tokens: int = 4 * CHUNK_TOKENS, last: int = 0) -> lis
     return [group] + [7] * (num_tokens - 1) + [last]
 
 
-def test_what_begins_alike_goes_to_one() -> None:
+def test_prompts_with_a_common_prefix_go_to_one_engine() -> None:
     _, send = together(Client(), Client())
     groups = [0, 1, 2, 3, 2, 0, 3, 1, 1, 1]
     chosen = [send(prompt(group, last=i)) for i, group in enumerate(groups)]
@@ -93,7 +93,7 @@ def test_no_engine_has_much_more_than_another(events: list[tuple[int, bool, int]
             clients[which % num_clients].num_requests = max(0, clients[which % num_clients].num_requests - 1)
 
 
-def test_nobody_waits_while_another_engine_has_room() -> None:
+def test_no_request_waits_while_another_engine_has_room() -> None:
     clients = [Client(), Client()]
     _, send = together(*clients)
     assert send(prompt(1)) == 0
@@ -133,7 +133,7 @@ def test_no_more_is_remembered_than_a_cache_holds() -> None:
     assert known == [2, 4]  # the older one's end was forgotten
 
 
-def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+def test_the_least_recently_used_entry_is_dropped_first() -> None:
     replicas, send = together(Client(6 * CHUNK_TOKENS))
     for group in (1, 2, 3, 1, 4):
         send(prompt(group, 2 * CHUNK_TOKENS))

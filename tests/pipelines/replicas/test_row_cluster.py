@@ -61,7 +61,7 @@ def cluster() -> Iterator[str]:
         yield match[1]
 
 
-def test_a_killed_job_goes_on_where_it_was(cluster: str, tmp_path: Path) -> None:
+def test_a_killed_job_continues_where_it_was(cluster: str, tmp_path: Path) -> None:
     data = tmp_path / "rows.txt"
     data.write_text("".join(f"Once upon a time there were {i} dogs\n" for i in range(60)))
     settings = [f"predict.data={data}", "predict.batch_size=4", "decode=sampling", "decode.seed=3", "device=cpu"]

@@ -49,7 +49,7 @@ def ranks() -> list[int]:
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.matrix)], ids=["tp", "pp"])
-def test_the_files_are_those_of_one_process(
+def test_the_files_match_one_process(
     degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write_prompts(tmp_path / "rows.txt")

@@ -92,7 +92,7 @@ def written(monkeypatch: pytest.MonkeyPatch, at: int, then: Callable[[], None]) 
     return indices
 
 
-def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
+def test_one_of_two_is_killed_and_the_files_match_one_process(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_of(data)
@@ -162,7 +162,7 @@ def allowed(pid: int) -> list[set[int]]:
     return threads
 
 
-def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
+def test_vectors_match_one_process(chatty: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.txt"
     data.write_text("Once\nupon a time\nthere was\n")
     run = run_of(data)

@@ -77,7 +77,7 @@ def test_a_row_is_the_same_at_the_other_end(values: dict[str, Any]) -> None:
     assert (there, there.digest) == (row, row.digest)
 
 
-def test_records_are_those_of_one_process(chatty: Path) -> None:
+def test_records_match_one_process(chatty: Path) -> None:
     run = run_of(chatty)
     alone = PredictRows.load(run)
     source = rows()
@@ -93,7 +93,7 @@ def test_records_are_those_of_one_process(chatty: Path) -> None:
     assert sorted(map(dumps, results)) == sorted(map(dumps, wanted))
 
 
-def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
+def test_what_is_asked_continues_where_it_was(chatty: Path) -> None:
     """A call without new rows computes the present rows, and returns when one is done."""
     worker, _ = loaded(run_of(chatty))
     first, _, _, _, last = rows()
@@ -149,7 +149,7 @@ def test_vectors_come_as_the_journal_keeps_them(chatty: Path) -> None:
     assert work(worker, PromptRow(0, prompt="Once", digest=wanted["digest"])) == [wanted]
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_bytes_that_are_not_message_are_refused() -> None:
     for content in (b"", b"\xc1", encode({"type": "Worked", "records": 3})):
         with pytest.raises(msgspec.DecodeError):
             read_answer(content)

@@ -77,7 +77,7 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
         os.close(process_id)
 
 
-def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
+def test_a_batch_continues_where_a_replica_is_killed(tmp_path: Path) -> None:
     """Each line is answered once, with the answer of a single replica."""
     fields = {"model": "tiny", "temperature": 0, "max_tokens": 8}
     lines = [

@@ -133,7 +133,7 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
 
 
 @pytest.mark.long
-def test_where_one_is_killed_the_other_goes_on_and_what_crashed_two_is_refused_by_both() -> None:
+def test_where_one_is_killed_the_other_continues_and_what_crashed_two_is_refused_by_both() -> None:
     submits = [Submit(0, [300 + i] * 20, ENDLESS | {"seed": i}, streams=True) for i in range(4)]
 
     async def test() -> None:

@@ -74,12 +74,12 @@ def test_who_would_wait_longer_than_it_has_is_refused_at_once(
         pass
 
 
-def test_before_anything_was_measured_nobody_is_refused_for_its_time(waiting: tuple[Admission, Tick]) -> None:
+def test_no_request_is_rejected_for_its_time_before_the_first_measurement(waiting: tuple[Admission, Tick]) -> None:
     admission, _ = waiting
     assert refusal(admission, 0.001)[1] == 1
 
 
-def test_another_engine_that_counts_anew_changes_no_speed(waiting: tuple[Admission, Tick]) -> None:
+def test_a_restarted_counter_changes_no_speed(waiting: tuple[Admission, Tick]) -> None:
     admission, tick = waiting
     tick(2.0, 200)
     assert refusal(admission)[1] == 10

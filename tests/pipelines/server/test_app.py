@@ -40,7 +40,7 @@ def app_of_any() -> ASGIApp:
     return run_async(made())
 
 
-def test_there_are_no_other_routes() -> None:
+def test_there_are_not_other_routes() -> None:
     assert set(routes()) == {
         ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
@@ -221,7 +221,7 @@ def test_tokens() -> None:
     assert ask("POST", "/tokenize", json={"prompt": "a", "model": "none"}).status_code == 404
 
 
-def test_prompts_that_are_too_many_to_wait_beside_others_run_alone() -> None:
+def test_prompts_over_the_waiting_limit_run_alone() -> None:
     """They are not told to come again forever; each counts while it waits."""
     body = {"model": "tiny", "prompt": [[11, 12, 13], [14, 15, 16], [17, 18, 19]], "max_tokens": 3}
     service = service_of(FakeEngine(), max_waiting_tokens=5)

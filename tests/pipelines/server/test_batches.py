@@ -230,7 +230,7 @@ def test_wrong_uploads(fields: dict[str, str], message: str, tmp_path: Path) -> 
     run_async(test())
 
 
-def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
+def test_an_unread_download_is_ended(tmp_path: Path) -> None:
     async def test() -> None:
         async with batching(tmp_path, send_timeout_s=0.05) as client:
             file = await client.files.create(file=("in.jsonl", b"x" * 500_000), purpose="batch")
@@ -285,7 +285,7 @@ def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
         (jsonl([line("a", prompt="x" * 5000)]), "line_too_long", 1),
     ],
 )
-def test_files_that_are_no_batch(content: bytes, code: str, number: int | None, tmp_path: Path) -> None:
+def test_files_that_are_not_batch(content: bytes, code: str, number: int | None, tmp_path: Path) -> None:
     async def test() -> None:
         engine = FakeEngine()
         async with batching(tmp_path, engine) as client:

@@ -120,7 +120,7 @@ def test_an_answer_is_given_again_by_its_seed(ask: Asker) -> None:
     assert ask.completion(max_tokens=20, temperature=1)["choices"] != first["choices"]
 
 
-def test_a_temperature_that_nobody_gives_is_1(ask: Asker) -> None:
+def test_the_default_temperature_is_1(ask: Asker) -> None:
     default, one = (ask.completion(max_tokens=20, seed=7, **fields) for fields in ({}, {"temperature": 1}))
     assert default["choices"] == one["choices"]
     assert default["choices"] != ask.completion(max_tokens=20, seed=7, temperature=0)["choices"]
@@ -271,7 +271,7 @@ def test_what_the_engine_refuses_is_said_by_the_apis_names(
 
 
 @each("kind", ["completion", "chat"])
-def test_a_dropped_stream_goes_on_where_it_was(ask: Asker, kind: str) -> None:
+def test_a_dropped_stream_continues_where_it_was(ask: Asker, kind: str) -> None:
     fields = {"max_tokens": 16, "temperature": 1.0, "n": 2, "stream": True, "return_token_ids": True}
     if kind == "chat":
         fields |= {"logprobs": True}

@@ -40,7 +40,7 @@ async def answer(client: EngineClient, tokenizer: Tokenizer, **fields: Any) -> A
 
 
 @pytest.mark.long
-def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
+def test_vectors_match_the_task(tmp_path: Path) -> None:
     write_qwen3_embedding(tmp_path)
     model = ModelConfig(path=str(tmp_path), dtype=DType.float32)
     run = RunConfig(model=model, device=DeviceConfig(DeviceType.cpu))

@@ -153,7 +153,7 @@ def test_time_that_is_over_in_a_stream() -> None:
     run_async(test())
 
 
-def test_a_whole_answer_that_nobody_reads_is_given_up() -> None:
+def test_an_unread_answer_is_given_up() -> None:
     async def test() -> None:
         service = service_of(FakeEngine(), send_timeout_s=0.01)
         connection = Connection(echoing(service), b'{"ids": [5, 6, 7]}')
@@ -166,7 +166,7 @@ def test_a_whole_answer_that_nobody_reads_is_given_up() -> None:
     run_async(test())
 
 
-def test_time_that_is_over_while_nobody_reads() -> None:
+def test_timeout_of_a_client_that_does_not_read() -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.speaks.clear()

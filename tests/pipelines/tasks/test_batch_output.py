@@ -67,7 +67,7 @@ def predict(data: Path, folder: Path, *overrides: str) -> None:
 
 
 @pytest.mark.long
-def test_the_lines_are_those_of_the_servers_batches(tmp_path: Path) -> None:
+def test_the_lines_match_the_servers_batches(tmp_path: Path) -> None:
     files: dict[str, dict[str, Any]] = {"output": {}, "error": {}}
     write_paddle(tmp_path / "story.npy", 5, num_layers=4, channels=64)
     prefixes = f"model.prefixes={{story:{tmp_path / 'story.npy'}}}"

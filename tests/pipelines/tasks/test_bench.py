@@ -168,7 +168,7 @@ def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: De
     assert len(result.step_s) == 5
 
 
-def test_lengths_that_the_checkpoint_suggests_are_no_setting_of_the_run(tmp_path: Path) -> None:
+def test_lengths_that_the_checkpoint_suggests_are_not_setting_of_the_run(tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": 15, "repetition_penalty": 1.5}')
     bench.run_bench(job(tmp_path / "model", prompt_tokens=9, new_tokens=4, repeats=1), tmp_path / "out", dump)

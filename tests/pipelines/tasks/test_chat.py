@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_a_servers_answer(server: ChatServer, capsys: pytest.Captu
     assert speaker.heard[1][1] == {"role": "assistant", "content": printed}
 
 
-def test_what_does_not_fit_is_one_line_and_the_conversation_goes_on(
+def test_what_does_not_fit_is_one_line_and_the_conversation_continues(
     local: LocalModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = Conversation(local, system=None)

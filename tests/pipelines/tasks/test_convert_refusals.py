@@ -118,7 +118,7 @@ def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
         ({"verify": True}, r"model\.verify=true, but .* has no manifest\.json"),
     ],
 )
-def test_settings_that_nobody_would_read(source: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
+def test_unused_settings(source: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
     refused(source, tmp_path, message, model=model)
 
 

@@ -339,7 +339,7 @@ def test_a_row_without_a_text_is_named(chatty: Path, tmp_path: Path, row: str, m
         ('{"prompt": "' + "x " * 200 + '", "answer": "y"}', "row 0 .* cannot be asked: the prompt has"),
     ],
 )
-def test_a_row_that_is_no_question_is_named(chatty: Path, tmp_path: Path, row: str, message: str) -> None:
+def test_a_row_that_is_not_a_question_is_named(chatty: Path, tmp_path: Path, row: str, message: str) -> None:
     (tmp_path / "q.jsonl").write_text(row)
     with pytest.raises(UserError, match=message):
         run_evaluate(job(chatty, questions=str(tmp_path / "q.jsonl")), tmp_path / "out", dump)

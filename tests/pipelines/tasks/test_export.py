@@ -286,7 +286,7 @@ def test_killed_at_its_last_step_it_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / ".made.partial").exists()
 
 
-def test_the_dtypes_are_those_of_torchs_schema() -> None:
+def test_the_dtypes_match_torchs_schema() -> None:
     from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
 
     assert {number: _SERIALIZE_TO_TORCH_DTYPE[number] for number in DTYPES} == DTYPES

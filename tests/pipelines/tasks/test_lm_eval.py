@@ -198,7 +198,7 @@ def test_tasks_have_transformers_numbers(
 
 
 @pytest.mark.long
-def test_a_sweep_has_the_tasks_numbers_beside_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_shows_task_metrics_with_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_task(tmp_path)
     for name, value in {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -257,7 +257,7 @@ Panic.__name__ = "PanicException"
 
 
 @each("raised", [KeyError("what"), Panic("what")])
-def test_an_exception_that_nobody_foresaw_is_the_error_of_its_row_and_logged(
+def test_an_unexpected_exception_is_logged_and_is_the_error_of_its_row(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raised: BaseException
 ) -> None:  # fmt: skip
     data = tmp_path / "rows.jsonl"

@@ -120,7 +120,7 @@ def results(folder: Path) -> list[bytes]:
 
 
 @each("names_the_seed", [False, True])
-def test_a_job_without_a_seed_goes_on_with_the_one_that_was_drawn(
+def test_a_job_without_a_seed_continues_with_the_one_that_was_drawn(
     chatty: Path, data: Path, tmp_path: Path, names_the_seed: bool
 ) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.9}
@@ -222,7 +222,7 @@ def test_other_batches_threads_and_places_are_the_same_job(chatty: Path, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_the_same_command_again_goes_on_beside(chatty: Path, tmp_path: Path, data: Path) -> None:
+def test_the_same_command_resumes_the_job(chatty: Path, tmp_path: Path, data: Path) -> None:
     first, second = (tmp_path / f"2026-11-21_10-00-00-00000{i}" for i in range(2))
     unfinished(chatty, data, first)
     run_predict(job(chatty, data, temperature=1.0), second, dump)  # another job, which begins again

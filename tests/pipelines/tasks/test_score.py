@@ -122,7 +122,7 @@ def test_bad_rows_are_errors(tmp_path: Path) -> None:
     assert "more than the model takes (max_position_embeddings=128)" in errors[4]
 
 
-def test_what_a_model_cannot_score_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_score_are_refused(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"query": "a", "document": "b"}\n')
     write_llama(tmp_path / "plain", vocab_size=330)

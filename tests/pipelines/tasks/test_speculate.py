@@ -79,7 +79,7 @@ def test_a_row_has_settings_and_a_prediction_of_its_own(tmp_path: Path, capsys: 
     assert re.search(f"^drafts +{counts[0]} of {counts[1]} tokens accepted$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_job_that_began_without_drafts_goes_on_with_them(chatty: Path, tmp_path: Path) -> None:
+def test_a_job_that_began_without_drafts_continues_with_them(chatty: Path, tmp_path: Path) -> None:
     data, folder = rows_file(tmp_path, [*ROWS[:3], {"prompt": 1}, *ROWS[3:6]]), tmp_path / "out"
     run_predict(job(chatty, data), tmp_path / "plain", dump)
     begun = job(chatty, data)
@@ -129,7 +129,7 @@ def test_a_job_that_began_without_drafts_goes_on_with_them(chatty: Path, tmp_pat
         ),
     ],
 )
-def test_what_is_not_used_is_said_once(
+def test_unused_settings_are_reported_once(
     chatty: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, decode: dict[str, Any], data: Any, line: str
 ) -> None:
     warn_once.cache_clear()

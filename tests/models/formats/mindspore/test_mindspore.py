@@ -97,9 +97,7 @@ def test_training_states_are_left_out(whole_folder: Path, folder: Path) -> None:
     assert_same_model(write_yaml(folder), whole_folder)
 
 
-def test_settings_that_nobody_read_are_reported(
-    whole_folder: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_settings_are_reported(whole_folder: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole_folder / "model.safetensors"))))
     parameters(write_yaml(folder, sliding_window=16, top_k=3))
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["sliding_window, top_k"]
@@ -113,7 +111,7 @@ def test_two_checkpoints_of_one_model(whole_folder: Path, folder: Path) -> None:
         parameters(write_yaml(folder))
 
 
-def test_folders_that_are_no_ranks(whole_folder: Path, folder: Path) -> None:
+def test_folders_that_are_not_ranks(whole_folder: Path, folder: Path) -> None:
     (folder / "rank_00").mkdir()
     (folder / "rank_00" / "llama.ckpt").write_bytes(SOUND)
     shutil.copy(whole_folder / "config.json", folder)

@@ -94,7 +94,7 @@ def test_unreadable_yaml(text: str, message: str, tmp_path: Path) -> None:
         read_mindformers_config(tmp_path)
 
 
-def test_experts_beside_the_model_are_refused(tmp_path: Path) -> None:
+def test_separate_experts_are_refused(tmp_path: Path) -> None:
     content = {"moe_config": {"expert_num": 8}, "model": {"model_config": MODEL_CONFIG}}
     (tmp_path / "predict.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(UserError, match="moe_config=.* is not supported"):

@@ -197,7 +197,7 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
         load(tmp_path, allow_pickle=True)
 
 
-def test_fused_rows_that_are_no_heads(tmp_path: Path) -> None:
+def test_fused_rows_that_are_not_heads(tmp_path: Path) -> None:
     arrays, config = write_paddle(tmp_path, GOLDENS / "llama3")
     arrays = fused(arrays, config["num_key_value_heads"])
     name = "llama.layers.0.self_attn.qkv_proj.weight"

@@ -146,7 +146,7 @@ class Calls:
         (b"c" + b"a" * 600, "has no end"),
     ],
 )
-def test_what_is_no_array(content: bytes, message: str, tmp_path: Path) -> None:
+def test_pickles_without_an_array(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read(tmp_path, content)
 

@@ -121,7 +121,7 @@ def test_a_threshold_of_another_shape(tmp_path: Path) -> None:
         ("cachekv_scales.json", "llama.layers.0.self_attn.activation_quanter"),
     ],
 )
-def test_entries_that_are_no_thresholds(file: str, name: str, tmp_path: Path) -> None:
+def test_entries_that_are_not_thresholds(file: str, name: str, tmp_path: Path) -> None:
     quantise(tmp_path, 127.0, "a8w8c8")
     values = json.loads((tmp_path / file).read_text()) | {name: 1.0}
     (tmp_path / file).write_text(json.dumps(values))
@@ -139,7 +139,7 @@ def test_a_threshold_of_a_number(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_weights_that_are_no_codes(tmp_path: Path) -> None:
+def test_weights_that_are_not_codes(tmp_path: Path) -> None:
     arrays = quantise(tmp_path, 127.0, "a8w8")
     name = "llama.layers.0.mlp.up_proj.weight"
     for wrong in (arrays[name] / 127, arrays[name] * 2):

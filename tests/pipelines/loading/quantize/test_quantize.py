@@ -90,7 +90,7 @@ def reports_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.long
 @each("name", CALIBRATED)
-def test_what_was_chosen_is_what_is_stored_and_what_runs(
+def test_stored_and_running_weights_are_the_chosen_ones(
     name: str, data: Path, tmp_path: Path, chosen: dict[str, StoredWeight]
 ) -> None:
     quant, target = CALIBRATED[name], tmp_path / "quantized"
@@ -151,7 +151,7 @@ def test_a_layer_that_nothing_reaches_is_rounded(tmp_path: Path) -> None:
         assert all("no calibration token came here: rounded to nearest" in note for note in notes)
 
 
-def test_a_tied_head_is_stored_beside_its_embedding(data: Path, tmp_path: Path) -> None:
+def test_a_tied_head_is_stored_next_to_its_embedding(data: Path, tmp_path: Path) -> None:
     source = GOLDENS / "llama_tied_bias"
     made = make(quantize_run(source, CALIBRATED["int4 gptq"], tmp_path / "quantized", data), tmp_path / "run")
     assert json.loads((tmp_path / "quantized" / "config.json").read_text())["tie_word_embeddings"] is False
@@ -173,9 +173,7 @@ def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: 
     assert tensors_in(tmp_path / "quantized")["lm_head.weight"].equal(tensors_in(source)["lm_head.weight"])
 
 
-def test_keys_of_the_config_that_nobody_read_are_named(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_config_keys_are_named(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tmp_path / "source"
     shutil.copytree(LLAMA, source)
     values = json.loads((source / "config.json").read_text())

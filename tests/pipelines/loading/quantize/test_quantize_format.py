@@ -159,7 +159,7 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
         ),
     ],
 )
-def test_what_a_layout_cannot_hold(
+def test_schemes_that_a_layout_cannot_store(
     format: QuantizedFormat, quant: QuantConfig, message: str, data: Path, tmp_path: Path
 ) -> None:
     run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=format)

@@ -110,7 +110,7 @@ def _ended(*arguments: object) -> None:
 
 
 @pytest.mark.long
-def test_what_another_rank_cannot_do_is_one_line(tmp_path: Path) -> None:
+def test_a_failure_of_another_rank_is_one_line(tmp_path: Path) -> None:
     """And no folder is left."""
     source, target = tmp_path / "source", tmp_path / "quantized"
     source.mkdir()

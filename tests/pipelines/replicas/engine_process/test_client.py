@@ -200,7 +200,7 @@ class SocketChild(LocalChild):
         self._writer.close()
 
 
-def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
+def test_what_has_arrived_while_the_server_was_held_up_is_not_silence() -> None:
     async def test() -> None:
         stall_s = 0.2
         client = EngineClient(RunConfig(Task.serve, serve=ServeConfig(stall_s=stall_s)), SocketChild.start)
@@ -223,7 +223,7 @@ def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
 
 
 @pytest.mark.long
-def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_two_crashes_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def crash(client: EngineClient, poison: Submit, other: Submit) -> None:
         answers = [Asked(client, submit) for submit in (poison, other)]
         await first_token(answers[0])
@@ -285,7 +285,7 @@ def test_who_waits_for_the_end_hears_what_ended_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
-def test_an_engine_that_sends_what_is_no_frame_is_ended(
+def test_an_engine_that_sends_what_is_not_a_frame_is_ended(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process reports that it is ready, and answers its first request with garbage; then the real process starts."""

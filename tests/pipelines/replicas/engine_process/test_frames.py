@@ -71,7 +71,7 @@ def test_what_the_engine_says_arrives_as_it_was() -> None:
         (b"\xc1", "a frame cannot be read"),
     ],
 )
-def test_what_is_no_frame_to_the_engine_is_refused(content: bytes, message: str) -> None:
+def test_invalid_frames_to_the_engine_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(FrameReader(ToEngine).read(len(content).to_bytes(4, "big") + content))
 

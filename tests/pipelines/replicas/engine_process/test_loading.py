@@ -106,12 +106,12 @@ def test_a_fingerprint_changes_with_all_that_decides_an_answer(
     assert None not in seen
 
 
-def test_where_bits_depend_on_more_there_is_no_fingerprint(chatty: Path) -> None:
+def test_where_bits_depend_on_more_there_is_not_a_fingerprint(chatty: Path) -> None:
     run = run_config(chatty)
     assert of(replace(run, quant=QuantConfig(QuantScheme.int8, activations=Activations.auto))) is None
 
 
-def test_what_a_request_leaves_out_is_told(chatty: Path) -> None:
+def test_defaults_of_a_request_are_reported(chatty: Path) -> None:
     run = replace(run_config(chatty), decode=DecodeConfig(temperature=0.5, stop=["x"], logit_bias={7: 1.5}))
     ready = loaded(replace(run, model=replace(run.model, tokenizer=""))).ready
     assert (ready.decode["temperature"], ready.decode["stop"], ready.decode["logit_bias"]) == (0.5, ["x"], {"7": 1.5})
@@ -126,7 +126,7 @@ def test_settings_that_no_request_could_have_are_refused_before_any_comes(chatty
 
 
 @each("write", [write_qwen3_embedding, lambda f: write_e5_mistral(f, eos_in_tokenizer_json=False)])
-def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+def test_vectors_match_task_embed(tmp_path: Path, write: Callable[[Path], Any]) -> None:
     write(tmp_path)
     run = run_config(tmp_path)
     run = replace(run, model=replace(run.model, tokenizer=""))
@@ -145,7 +145,7 @@ def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path],
     assert "more than the model takes" in refused[0].message
 
 
-def test_requests_for_vectors_name_what_is_beside_the_weights_and_share_beginnings_by_their_salt(
+def test_requests_for_vectors_select_adapters_and_share_prefixes_by_salt(
     tmp_path: Path,
 ) -> None:
     base, adapter, story = tmp_path / "model", tmp_path / "fr", tmp_path / "story.npy"

@@ -73,7 +73,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @each("streams", [False, True])
-def test_answers_are_those_of_the_engine_alone(served: Served, engine: Engine, streams: bool) -> None:
+def test_answers_match_the_engine_alone(served: Served, engine: Engine, streams: bool) -> None:
     wanted = [settings for settings in SETTINGS if not (streams and "num_beams" in settings)]
     prompts = [prompt_of(engine, TEXTS[i % len(TEXTS)]) for i in range(len(wanted))]
     submits = [
@@ -172,7 +172,7 @@ def test_what_cannot_run_is_refused(served: Served, engine: Engine, submit: Subm
     assert script.of(Done, 2)[0].error is None
 
 
-def test_a_failed_step_ends_what_ran_and_the_rest_goes_on(
+def test_a_failed_step_ends_what_ran_and_the_rest_continues(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute, calls = engine.executor.execute, []
@@ -263,7 +263,7 @@ def test_the_background_waits_for_all_others_and_has_half_of_the_places(
     assert script.of(Beat)[0].num_waiting == 4
 
 
-def test_a_reader_that_reads_nothing_keeps_nobody_waiting(served: Served, engine: Engine) -> None:
+def test_a_client_that_reads_nothing_delays_no_request(served: Served, engine: Engine) -> None:
     decode = {"max_new_tokens": 50, "ignore_eos": True}
     submits = [Submit(1, prompt_of(engine), decode, streams=True), Submit(2, prompt_of(engine), decode)]
     before, sent = engine.num_generated_tokens, list[Any]()
@@ -357,7 +357,7 @@ def test_what_is_prepared_alone_is_waited_for_and_may_be_left(served: Served, en
     assert [frame.id for frame in left.of(Accepted)] == [2]
 
 
-def test_what_a_step_may_compute_first_is_told_before_it(
+def test_requests_are_reported_before_their_first_step(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the step ends the process, the other requests only waited."""

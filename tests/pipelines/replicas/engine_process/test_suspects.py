@@ -46,7 +46,7 @@ def test_a_suspect_is_forgotten_after_an_hour() -> None:
     assert not suspects.has(POISON)
 
 
-def test_who_ended_well_is_no_suspect_and_there_are_not_too_many() -> None:
+def test_who_ended_well_is_not_a_suspect_and_there_are_not_too_many() -> None:
     suspects = Suspects()
     for _ in range(2):
         suspects.crashed([POISON])
@@ -116,7 +116,7 @@ DONE = {"num_prompt_tokens": 1, "num_cached_tokens": 0, "num_generated_tokens": 
         (False, lambda id: [Began([id]), Accepted(id, 3), Began([id]), Done(id, **DONE, total_s=0.1)]),
     ],
 )
-def test_what_only_waited_is_no_suspect(is_suspect: bool, says: Callable[[int], list[FromEngine]]) -> None:
+def test_what_only_waited_is_not_a_suspect(is_suspect: bool, says: Callable[[int], list[FromEngine]]) -> None:
     async def ask(client: EngineClient) -> Answer:
         await client.wait_ready()
         return client.submit(POISON, asyncio.Event())

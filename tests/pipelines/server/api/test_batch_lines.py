@@ -62,7 +62,7 @@ def test_a_line_is_the_row_of_its_body() -> None:
         (line(COMPLETIONS, prompt="a", echo=True), "body: echo is not used by rows: give prompt_logprobs"),
     ],
 )
-def test_what_a_row_cannot_be_is_its_error(wrong: dict[str, Any], message: str) -> None:
+def test_an_invalid_row_is_its_own_error(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         row_of(wrong)
     row = parse_row(3, wrong, read_batch_line)

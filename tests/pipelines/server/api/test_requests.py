@@ -202,13 +202,13 @@ def test_the_alternative_that_the_sender_meant_is_blamed() -> None:
 
 
 @each("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
-def test_what_is_no_json_is_refused(content: bytes) -> None:
+def test_what_is_not_json_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not JSON"):
         parse_request(ChatRequest, content)
 
 
 @each("content", [b"[]", b"1", b"null"])
-def test_what_is_no_object_is_refused(content: bytes) -> None:
+def test_what_is_not_an_object_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not allowed: give an object"):
         parse_request(ChatRequest, content)
 
