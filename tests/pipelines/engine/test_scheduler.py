@@ -1,5 +1,4 @@
-"""Scheduler: first come, first served; prompt chunks that stall no sequence; preemption; block accounting after every
-step."""
+"""Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
 
 from typing import Any
 
@@ -32,7 +31,7 @@ def test_background_requests_wait_behind_all_others() -> None:
     assert [list(step(scheduler)) for _ in range(4)] == [[1], [3], [0], [2]]
 
 
-def test_long_prompts_are_computed_in_chunks_with_generating_sequences() -> None:
+def test_long_prompts_come_in_chunks_beside_those_that_generate() -> None:
     scheduler = scheduler_of(num_blocks=1000, budget=16)
     scheduler.add(sequence(0, 3, 9))
     step(scheduler)
@@ -89,7 +88,7 @@ def test_least_recently_used_blocks_are_evicted_first() -> None:
     for i, prompt in enumerate((old, new, old)):
         scheduler.add(sequence(i, prompt, 1))
         step(scheduler)
-    scheduler.add(sequence(3, 13, 1))  # 4 blocks: the two free ones, and the two least recently used cached ones
+    scheduler.add(sequence(3, 13, 1))  # 4 blocks: the two free ones, and the two cached ones that were used longest ago
     step(scheduler)
     again, other = sequence(4, old, 1), sequence(5, new, 1)
     scheduler.add(again)
@@ -166,9 +165,9 @@ def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
     scheduler = scheduler_of(budget=12, needs_whole_prompt=True)
     for i, (length, new) in enumerate(((7, 3), (6, 2), (5, 2), (10, 2))):
         scheduler.add(sequence(i, length, new, prefix_cache=False))
-    assert step(scheduler) == {0: 7}  # the second would need one token too many
+    assert step(scheduler) == {0: 7}  # the second would need one token more than there are
     assert step(scheduler) == {0: 1, 1: 6, 2: 5}  # exactly twelve
-    assert step(scheduler) == {0: 1, 1: 1, 2: 1}  # ten do not fit
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1}  # no room for ten
     assert step(scheduler) == {3: 10}
     assert step(scheduler) == {3: 1}
     assert step(scheduler) == {}
@@ -179,7 +178,7 @@ def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
     scheduler.add(sequence(0, 2, 4, prefix_cache=False, num_beams=4))
     scheduler.add(sequence(1, 6, 4, prefix_cache=False))
     scheduler.add(sequence(2, 5, 1, prefix_cache=False))
-    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams in addition to the six
+    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams beside the six
     assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 3}]  # the fake beams become one more in each step
     assert [group.request.id for group in scheduler.waiting] == [1, 2]  # first come, first served
 
@@ -207,7 +206,7 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
 
 
 def test_a_smaller_budget_is_the_prompts_alone() -> None:
-    """A generating sequence gets its token in any case. A prompt that cannot be split ignores a smaller budget."""
+    """Whoever generates has its token; of what cannot be cut a smaller budget makes nothing."""
     scheduler = scheduler_of(budget=64)
     for i, prompt in enumerate((3, 3, 3, 30)):
         scheduler.add(sequence(i, prompt, 9))
@@ -215,9 +214,9 @@ def test_a_smaller_budget_is_the_prompts_alone() -> None:
     assert step(scheduler, max_tokens=13) == {0: 1, 1: 1, 2: 1, 3: 10}
     assert step(scheduler, max_tokens=2) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert step(scheduler, max_tokens=1000) == {0: 1, 1: 1, 2: 1, 3: 15}
-    whole_prompts = scheduler_of(budget=64, needs_whole_prompt=True)
-    whole_prompts.add(sequence(0, 30, 9))
-    assert step(whole_prompts, max_tokens=2) == {0: 30}
+    whole = scheduler_of(budget=64, needs_whole_prompt=True)
+    whole.add(sequence(0, 30, 9))
+    assert step(whole, max_tokens=2) == {0: 30}
 
 
 def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
@@ -231,14 +230,13 @@ def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
     assert [group.origin.num_computed_tokens for group in groups] == [0, 0]
     assert [item.sequence.num_computed_tokens for item in plan.scheduled] == [0, 8]
     scheduler.check_integrity()
-    scheduler.add(again := sequence(0, 9))  # its prefix is not shared
+    scheduler.add(again := sequence(0, 9))  # whose beginning nobody finds
     scheduler.plan()
     assert again.num_cached_tokens == 0
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
-    """Arrivals, steps and cancellations in any order, with pools of any size: nothing is lost, and every token is as if
-    alone."""
+    """Arrivals, steps and cancellations in any order and pools of any size: nothing is lost, and every token is as if alone."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
@@ -261,7 +259,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
-            budget, long_rope_threshold = budget + 20, None  # otherwise few prompts would fit; no model has both
+            budget, long_rope_threshold = budget + 20, None  # else few prompts would fit; and no model has both
         if whole_prompts or long_rope_threshold:
             num_prefix_tokens = 0  # such models are refused
         self.scheduler = scheduler_of(
@@ -274,9 +272,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         )
         self.long_rope_threshold = long_rope_threshold
         blocks = self.scheduler.block_manager
-        prefix_blocks = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
-        blocks.pin(prefix_blocks)
-        self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(prefix_blocks)) if prefix_blocks else NO_PREFIX
+        own = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
+        blocks.pin(own)
+        self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(own)) if own else NO_PREFIX
         self.sides: dict[int, bool] = {}
         self.keys: Keys = {}
         self.alive: list[SequenceGroup] = []
@@ -300,8 +298,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         decode: dict[str, Any],
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
-        # the engine refuses requests that could never run, and does not share their prefixes
-        if self.scheduler._needs_whole_prompt:
+        if self.scheduler._needs_whole_prompt:  # the engine refuses what could never run, and shares no beginnings
             prefix_cache = False
             if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
                 return
@@ -413,7 +410,7 @@ def test_a_row_without_blocks_waits_for_those_under_way() -> None:
     first = scheduler.plan(num_microbatches=2)
     second = scheduler.plan(in_flight=[first], num_microbatches=2)
     scheduler.commit(first)
-    groups[0].sequences[0].token_ids.append(7)  # needs a block, and there is none
+    groups[0].sequences[0].token_ids.append(7)  # needs a block, of which there is none
     assert scheduler.plan(in_flight=[second], num_microbatches=2).scheduled == []
     assert (scheduler.running, groups[0].num_preemptions) == (groups, 0)
     scheduler.commit(second)
