@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError, check
+from kernels.fit_scales import fit_scales
 from kernels.kv_format import FLOAT8_MAX
 from kernels.linear.block_weight import KINDS, read_blocks
 from kernels.linear.float_weight import TILE
@@ -19,12 +20,6 @@ from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 # 2.3 ns per number for int8, and 13.0 ns instead of 6.5 ns for int4 (one thread of a busy machine). With smaller blocks
 # torch's threads synchronise more often.
 BLOCK = 2**18
-
-# A smaller scale that is tried for symmetric 4-bit codes, as a share of the smallest scale without saturation: its
-# steps are finer. One share gives most of the benefit of a search over many shares, and each share costs a pass over
-# the weight. Normally distributed weights in groups of 32 have a squared error of 8.4 thousandths of their own squares
-# without it, 7.7 with it and 7.5 with 9 shares (9.4 for absmax / 7).
-FINER = 0.92
 
 
 @dataclass(frozen=True)
@@ -112,13 +107,14 @@ class QuantizedWeight:
         return weight if self.permutation is None else weight[:, self.permutation.argsort()]
 
 
-def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
+def choose_scales(weight: Tensor, format: WeightFormat, fits_range: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the scales and zero points of weight [O, I] of any float dtype, shaped as in QuantizedWeight.
 
-    Symmetric: absmax / 127 for int8, absmax / 448 for fp8. For 4 bits it is the smallest scale without saturation at -8
-    and 7, or FINER times that scale if the squared error is smaller. Zero points are None. Asymmetric: the range from
-    minimum to maximum, widened to contain 0, over 15. Raises UserError for a value that is not finite, and for groups
-    that do not divide the input channels.
+    8 bits: absmax / 127 for int8, absmax / 448 for fp8; zero points are None. 4 bits: the scales and zero points of the
+    least squared error among those that represent each group's extreme by a whole code (kernels/fit_scales). Zero
+    points are None if the format is symmetric. With `fits_range`, zero points and scales instead cover the range from
+    minimum to maximum, widened to contain 0. Raises UserError for a value that is not finite, and for groups that do
+    not divide the input channels.
     """
     num_outputs, num_inputs = weight.shape
     size = format.group_size or num_inputs
@@ -135,15 +131,18 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
         raise UserError(
             f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
         )
-    lowest, highest = format.code_range
-    if format.symmetric and format.bits == 4:
-        scales = scale_of(torch.maximum(low / lowest, high / highest), 1, format.scale_dtype)
-        return _finer_where_better(weight, scales, format), None
-    if format.symmetric:
-        return scale_of(torch.maximum(-low, high), highest, format.scale_dtype), None
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    scales = scale_of(high - low, highest, format.scale_dtype)
-    return scales, to_int8(-low / scales, lowest, highest)
+    if format.bits == 8:
+        return scale_of(torch.maximum(-low, high), format.code_range[1], format.scale_dtype), None
+    if fits_range and not format.symmetric:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = scale_of(high - low, format.code_range[1], format.scale_dtype)
+        return scales, to_int8(-low / scales, *format.code_range)
+    if format.per_tensor:
+        scales, zero_points = fit_scales(weight.reshape(1, -1), weight.numel(), format.symmetric, format.scale_dtype)
+    else:
+        fitted = [fit_scales(weight[rows], size, format.symmetric, format.scale_dtype) for rows in _blocks(weight)]
+        scales, zero_points = (torch.cat(parts) for parts in zip(*fitted, strict=True))
+    return scales, None if format.symmetric else zero_points
 
 
 def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
@@ -165,24 +164,6 @@ def _blocks(weight: Tensor) -> list[slice]:
 def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
     groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
     return groups.amin(2), groups.amax(2)
-
-
-def _finer_where_better(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """Return scales [O, G], or [1, 1] per tensor, each multiplied by FINER if that reduces the squared error."""
-    finer = scale_of(scales, 1 / FINER, format.scale_dtype)
-    is_better = _errors(weight, finer, format) * (finer / scales).square() < _errors(weight, scales, format)
-    return torch.where(is_better, finer, scales)
-
-
-def _errors(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """Return the squared rounding error per scale, in units of that scale squared, shaped as `scales`."""
-    rows_scales = scales.expand(len(weight), -1)  # [O, G]
-    errors = torch.empty(rows_scales.shape, device=weight.device)
-    for rows in _blocks(weight):
-        groups = weight[rows].float().unflatten(1, (scales.shape[1], -1))  # [rows, G, I / G]
-        ratio = groups / rows_scales[rows].unsqueeze(2)
-        errors[rows] = ratio.round().clamp_(*format.code_range).sub_(ratio).square_().sum(2)
-    return errors.sum().reshape(1, 1) if format.per_tensor else errors
 
 
 def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:

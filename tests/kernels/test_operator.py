@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels.accumulate_product  # noqa: F401 - these operators are asked for by name
+import kernels.fit_scales  # noqa: F401
 import kernels.gelu  # noqa: F401
 import kernels.round_channels  # noqa: F401
 import kernels.soft_cap  # noqa: F401
@@ -88,6 +89,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None)
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None, torch.ones(1))
         opcheck(ops.all_finite, rows)
+        opcheck(ops.fit_scales, rows, 11, num_rows > 1, torch.float16)
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)

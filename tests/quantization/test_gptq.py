@@ -9,7 +9,7 @@ from conf.errors import UserError
 from quantization.activations import sum_of_squares
 from quantization.codes import CodeKind
 from quantization.hessian import Hessian, inverse_factor
-from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
+from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
 from tests.helpers.cases import each
 from tests.helpers.gptq import hessian_of, rounded_by_gptq
 from tests.helpers.random_tensors import random
@@ -24,6 +24,12 @@ def correlated(num_tokens: int, num_inputs: int, seed: int = 1) -> Tensor:
     """Return activations with few causes and some noise, whose channels differ in size, as in a language model."""
     causes = random(num_tokens, num_inputs // 4, seed=seed) @ random(num_inputs // 4, num_inputs, seed=seed + 1)
     return (causes + 0.3 * random(num_tokens, num_inputs, seed=seed + 2)) * random(num_inputs, seed=seed + 3).exp()
+
+
+def rounded_to_nearest(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
+    """Return weight with the scales and zero points of GPTQ."""
+    scales, zero_points = choose_scales(weight, format, fits_range=True)
+    return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)
 
 
 def output_error(x: Tensor, weight: Tensor, done: QuantizedWeight) -> float:
@@ -65,7 +71,7 @@ def paper(
 def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest: int, act_order: bool) -> None:
     weight, hessian = random(9, 144), hessian_of(correlated(400, 144))  # 144: a block of 128 and a rest
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(144)
-    rounded = quantize(weight, format)
+    rounded = rounded_to_nearest(weight, format)
     group = torch.arange(144)[order] // (format.group_size or 144)
     scales = rounded.scales[:, group].double()
     zeros = torch.zeros(9, 144) if rounded.zero_points is None else rounded.zero_points[:, group]
@@ -86,7 +92,7 @@ def test_pruned_weights_stay_0_and_the_others_make_up_for_errors(
     kept, hessian = random(9, 144, seed=5) > 0, hessian_of(x)
     weight = weight * kept
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(144)
-    rounded = quantize(weight, format)
+    rounded = rounded_to_nearest(weight, format)
     group = torch.arange(144)[order] // 16
     scales = rounded.scales[:, group].double()
     zeros = torch.zeros(9, 144) if rounded.zero_points is None else rounded.zero_points[:, group]
@@ -148,7 +154,7 @@ def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_or
 @each("act_order", [False, True])
 @each("format", FORMATS)
 def test_a_weight_on_the_grid_comes_back(format: WeightFormat, act_order: bool) -> None:
-    on_grid = quantize(random(6, 96), format)
+    on_grid = rounded_to_nearest(random(6, 96), format)
     done = rounded_by_gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
     # a recomputed scale may differ in its last bit
     torch.testing.assert_close(done.dequantize(), on_grid.dequantize(), rtol=1e-6, atol=1e-6)

@@ -29,13 +29,10 @@ FORMATS = [
 
 
 def symmetric_by_hand(row: list[float], highest: int) -> tuple[list[int], float]:
+    extreme = max(row, key=abs)
     if highest == 127:
-        return coded(row, max(abs(value) for value in row) / 127, highest)
-    scale_bound = max(max(row) / 7, min(row) / -8)  # no code saturates
-    return min(
-        (coded(row, scale, highest) for scale in (scale_bound, scale_bound * 0.92)),
-        key=lambda done: squared_error(row, *done),
-    )
+        return coded(row, abs(extreme) / 127, highest)
+    return min((coded(row, extreme / steps, highest) for steps in (7, -8)), key=lambda done: squared_error(row, *done))
 
 
 def coded(row: list[float], scale: float, highest: int) -> tuple[list[int], float]:
@@ -48,10 +45,12 @@ def squared_error(row: list[float], codes: list[int], scale: float) -> float:
 
 
 def asymmetric_by_hand(row: list[float]) -> tuple[list[int], float, int]:
-    low, high = min(0.0, *row), max(0.0, *row)
-    scale = (high - low) / 15
-    zero = round(-low / scale)
-    return [min(15, max(0, round(value / scale) + zero)) for value in row], scale, zero
+    extreme = max(row, key=abs)
+    found = []
+    for steps in range(15, 6, -1):  # between the extreme's code, 0 or 15, and the zero point
+        scale, zero = abs(extreme) / steps, steps if extreme < 0 else 15 - steps
+        found.append(([min(15, max(0, round(value / scale) + zero)) for value in row], scale, zero))
+    return min(found, key=lambda done: squared_error(row, [code - done[2] for code in done[0]], done[1]))
 
 
 @each(("bits", "size"), [(4, 8), (8, 8), (4, None), (8, None)])
@@ -112,11 +111,14 @@ def test_the_best_scale_of_a_whole_weight_is_one() -> None:
 
 
 def test_the_extremes_choose_their_scale() -> None:
-    """Values on the grid are kept: a group from -8 to 7 steps, one from -7 to 7, and zeros."""
-    weight = torch.tensor([[-8.0, 7, 3, 1, -5, 2, 4, -1], [7, -7, 3, 1, -5, 2, 4, -1], [0] * 8]) * 0.25
+    """Values on the grid are kept: groups from -8 to 7 steps, from -7 to 8, from -7 to 7, and zeros."""
+    row = [7.0, 3, 1, -5, 2, 4, -1]
+    weight = torch.tensor([[-8.0, *row], [8, *(-step for step in row)], [-7, *row], [0] * 8]) * 0.25
     done = quantize(weight, INT4)
-    assert done.scales.tolist() == [[0.25], [0.25], [1.0]]
+    assert done.scales.tolist() == [[0.25], [-0.25], [0.25], [1.0]]
     assert done.dequantize().equal(weight)
+    shifted = quantize(weight + 0.75, ASYMMETRIC)  # -5 to 10, -4 to 11, -4 to 10, and 3 steps
+    assert shifted.dequantize().equal(weight + 0.75)
 
 
 @each("format", FORMATS)
@@ -129,12 +131,13 @@ def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
             weight.abs().unflatten(1, (done.scales.shape[1], -1)) / 8 + done.scales.unsqueeze(2) / 512
         )  # 3 bits of mantissa; subnormals
     else:
-        step = done.scales.unsqueeze(2).expand_as(error)
+        step = done.scales.abs().unsqueeze(2).expand_as(error)
     slack: Tensor | float = (
         1.3 if format.scale_dtype == torch.bfloat16 else 1.01
     )  # rounded down by 2**-9, it misses the largest by 15 * 2**-9
-    if format.bits == 4 and format.symmetric:  # with finer steps the largest, 7 / 0.92 = 7.6 or -8.7, saturates
-        slack *= torch.where((done.codes == 7) | (done.codes == -8), 1.4, 1).unflatten(1, (done.scales.shape[1], -1))
+    if format.bits == 4:  # numbers on the other side of 0 than the extreme may saturate by another half a step
+        is_last = torch.isin(done.codes, torch.tensor(format.code_range))
+        slack *= torch.where(is_last, 2, 1).unflatten(1, (done.scales.shape[1], -1))
     assert bool((error <= step / 2 * slack).all())
     assert torch.equal(done.scales, done.scales.to(format.scale_dtype).float())
 
