@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from conf.constraints import check_fields, is_set, one_of, option, unused
+from conf.errors import ErrorCode, UserError
 
 
 class QuantScheme(Enum):
@@ -20,6 +21,7 @@ class QuantScheme(Enum):
     q6_k = "q6_k"
     q4_k_m = "q4_k_m"  # the block types of llama.cpp's file type of this name, chosen by tensor
     q5_k_m = "q5_k_m"
+    auto = "auto"  # a format for each layer, by its loss
 
     @property
     def is_blocks(self) -> bool:
@@ -83,7 +85,7 @@ METHODS = {
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
     QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
-    **dict.fromkeys((*BLOCKS, *MIXTURES), (QuantMethod.rtn,)),
+    **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (QuantMethod.rtn,)),
 }
 
 
@@ -95,7 +97,7 @@ ACTIVATIONS = {
     QuantScheme.int4: _FLOAT_PRODUCTS,
     QuantScheme.a8w8: _CODE_PRODUCTS,
     QuantScheme.fp8: _CODE_PRODUCTS,
-    **dict.fromkeys((*BLOCKS, *MIXTURES), (Activations.none,)),
+    **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (Activations.none,)),
 }
 
 
@@ -150,6 +152,8 @@ class SparsityConfig:
         return f"{self.method.name}, {100 * self.ratio:g}% {self.pattern.name}"
 
 
+AUTO_BITS = 5.0
+_AUTO = {"scheme": one_of(QuantScheme.auto)}
 _SMOOTHED = {"method": one_of(QuantMethod.smoothquant)}
 _QUANTIZED = tuple(scheme for scheme in QuantScheme if scheme is not QuantScheme.none)
 
@@ -176,6 +180,12 @@ class QuantConfig:
     """Search, on the calibration data, the range of each group with the smallest output error."""
     gptq: GptqConfig = option(factory=GptqConfig, only_with={"method": one_of(QuantMethod.gptq)})
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    bits: float | None = option(None, above=0, only_with=_AUTO)
+    """Most bits per weight of the quantised layers, with scales; null: AUTO_BITS, without max_bytes and plan."""
+    max_bytes: int | None = option(None, minimum=1, only_with=_AUTO)
+    """Most bytes of all weights in memory."""
+    plan: str | None = option(None, only_with=_AUTO)
+    """YAML file with the formats that an earlier run chose."""
     skip: list[str] = field(default_factory=list)
     """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
     overrides: dict[str, str] = option(factory=dict, only_with={"scheme": one_of(*_QUANTIZED)})
@@ -191,6 +201,14 @@ class QuantConfig:
         check_fields(self, "quant")
         if self.skip and self.scheme is QuantScheme.none and not self.sparsity.prunes:
             raise unused("quant.skip", self.skip, [], "quant=none", "another quant, or a quant.sparsity.method")
+        budgets = {"bits": self.bits, "max_bytes": self.max_bytes, "plan": self.plan}
+        given = [f"quant.{name}={value}" for name, value in budgets.items() if value is not None]
+        if len(given) > 1:
+            raise UserError(
+                f"quant.bits: quant=auto has {' and '.join(given)}: give one of quant.bits, quant.max_bytes and quant.plan",
+                ErrorCode.excludes,
+                "quant.bits",
+            )
 
     @property
     def has_static_kv_cache(self) -> bool:
@@ -199,7 +217,8 @@ class QuantConfig:
     @property
     def needs_calibration(self) -> bool:
         is_static = self.activations is Activations.static or self.has_static_kv_cache
-        return self.method is not QuantMethod.rtn or is_static or self.auto_clip
+        is_measured = self.scheme is QuantScheme.auto and self.plan is None
+        return self.method is not QuantMethod.rtn or is_static or self.auto_clip or is_measured
 
     @property
     def finds_smoothing_alone(self) -> bool:
@@ -220,12 +239,12 @@ class CalibrateConfig:
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = option(None, minimum=1)
-    """Number of samples; null: 4 if calibration only smooths, else 128.
+    """Number of samples; null: 4 if calibration only smooths or with quant=auto, else 128.
 
     It only smooths with dynamic activations and without piecewise, shift and sparsity.
     """
     sequence_length: int | None = option(None, minimum=2)
-    """Most tokens of a sample; null: 64 if calibration only smooths, else 512."""
+    """Most tokens of a sample; null: 64 if calibration only smooths, 128 with quant=auto, else 512."""
     seed: int = option(0, minimum=0)
     """Seed for the choice of samples."""
 
@@ -235,6 +254,8 @@ class CalibrateConfig:
     def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
         """Return a copy in which null numbers are replaced by the defaults for `quant`."""
         samples, length = (4, 64) if quant.finds_smoothing_alone else (128, 512)
+        if quant.scheme is QuantScheme.auto:
+            samples, length = 4, 128
         return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
 
     @property

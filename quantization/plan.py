@@ -39,7 +39,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     layers, aliases = linear_specs(model), _aliases(model)
     default = scheme_of(config)
     schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, default)
-    assert config.scheme not in MIXTURES  # `resolve_mixture` replaced it
+    assert config.scheme not in (*MIXTURES, QuantScheme.auto)  # `resolve_mixture` and `resolve_plan` replaced them
     if config.group_size is None:
         schemes |= {name: fitted(default, linear_layer(model, name).whole_shape[1]) for name in layers}
     changes = [(pattern, override_of(pattern, text), "overrides") for pattern, text in config.overrides.items()]
@@ -110,6 +110,13 @@ def _aliases(model: CausalLM) -> dict[str, tuple[str, ...]]:
     if HEAD not in {alias for names in aliases.values() for alias in names}:
         aliases[HEAD] = (HEAD,)  # a pattern may also skip a head that is never quantised
     return aliases
+
+
+def named_layers(model: CausalLM, config: QuantConfig) -> set[str]:
+    """Return the linear layers that `quant.overrides` or `quant.skip` names. Raises UserError as `plan` does."""
+    aliases = _aliases(model)
+    patterns = [(pattern, "overrides") for pattern in config.overrides] + [(pattern, "skip") for pattern in config.skip]
+    return {name for pattern, field in patterns for name in _matched(pattern, field, aliases)}
 
 
 def _matched(pattern: str, field: str, aliases: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -70,7 +70,12 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "huggingface_hub": ("models.formats.hub",),
     "modelscope": ("models.formats.hub",),
     "rich": ("pipelines.jobs.report",),
-    "yaml": ("conf.compose", "models.formats.mindspore.config", "pipelines.loading.topology"),
+    "yaml": (
+        "conf.compose",
+        "models.formats.mindspore.config",
+        "pipelines.loading.format_plan",
+        "pipelines.loading.topology",
+    ),
     "fastapi": ("pipelines.server.*",),
     "starlette": ("pipelines.server.*", "pipelines.server.chat_page"),
     "uvicorn": ("pipelines.server.*",),

@@ -76,6 +76,10 @@ class Executor:
                 capture = GraphPool().capture
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self.device, with_adapters=True)
 
+    def stop_recording(self) -> None:
+        """Compute every step eagerly from now on. A recorded step reads the weights of the time of its recording."""
+        self.decode_steps = self.adapted_steps = self.prompt_steps = self.compute
+
     def draft_executor(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
         """Return an executor for a draft model whose cache has the same blocks."""
         return Executor(model, cache, num_graph_sequences, self._table_width, self._decode_threads)

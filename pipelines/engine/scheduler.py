@@ -285,15 +285,17 @@ class Scheduler:
         return enough
 
     def _recompute_past_threshold(self, group: SequenceGroup) -> None:
-        """Release the sequences of a group that have just crossed `long_rope_threshold`: all their tokens are recomputed.
+        """Release the sequences of a group that has just crossed `long_rope_threshold`: all their tokens are recomputed.
 
-        Samples with drafts differ in length and cross in different steps. The sequences of a search cross together.
+        The sequences of a group have equal lengths.
         """
-        crossed = [s for s in group.sequences if self._is_past_threshold(len(s.token_ids)) and not s.is_past_threshold]
-        for sequence in crossed:
+        first = group.sequences[0]
+        if first.is_past_threshold or not self._is_past_threshold(len(first.token_ids)):
+            return
+        for sequence in group.sequences:
             self._release(sequence)
             self._update_past_threshold(sequence)
-        if crossed and group.search:
+        if group.search:
             group.search.recompute(group)
 
     def _update_past_threshold(self, sequence: Sequence) -> None:

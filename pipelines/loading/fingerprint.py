@@ -94,6 +94,8 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
         parts["parallel.sum"] = f"reduce, tp={degrees(run.parallel, joined(os.environ))[0]}"
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run.calibrate, run.quantize.format)
+    if run.quant.plan is not None:
+        parts["quant.plan"] = sha256_of(Path(run.quant.plan).expanduser())
     parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
     parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
@@ -155,11 +157,13 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
-    """Return the settings as JSON values.
+    """Return the settings as JSON values, without the path of a plan.
 
-    `sparsity` is present only if it prunes, because files of older versions lack it.
+    `sparsity` is present only if it prunes, and a budget only if it is set, because files of older versions lack them.
     """
-    return {name: value for name, value in plain(asdict(quant)).items() if name != "sparsity" or quant.sparsity.prunes}
+    unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | {"plan"}
+    unset |= set() if quant.sparsity.prunes else {"sparsity"}
+    return {name: value for name, value in plain(asdict(quant)).items() if name not in unset}
 
 
 def calibration_fingerprint(calibrate: CalibrateConfig, format: QuantizedFormat) -> Fingerprint:

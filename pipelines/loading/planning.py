@@ -3,12 +3,13 @@
 import torch
 
 from conf.errors import UserError
-from conf.quantization import MIXTURES, QuantConfig
+from conf.quantization import MIXTURES, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig
 from models.linear_layers import pack_layers
 from models.meta_model import open_model
 from models.weights import DTYPES, stored_dtype
 from pipelines.loading.exported_plan import plan_exported
+from pipelines.loading.format_plan import resolve_plan
 from pipelines.loading.layer_formats import choose_layer_formats, place_cache_scales
 from pipelines.loading.memory import max_layer_values
 from pipelines.loading.model_plan import ModelPlan
@@ -38,6 +39,8 @@ def plan_model(
         from quantization.mixtures import resolve_mixture  # imported here: other schemes do not need gguf
 
         quant = resolve_mixture(quant, model, config.require("model_type", str))
+    if quant.scheme is QuantScheme.auto:
+        quant = resolve_plan(quant, model)
     choose_layer_formats(model, quant, read_quantization(config, files, device), files)
     static_cache = place_cache_scales(model, quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]

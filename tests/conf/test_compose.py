@@ -404,8 +404,8 @@ def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig)
     swept = swept_tasks(arguments)
     for task in swept:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            run = to_run_config(compose(name, overrides=[f"task={task}", *arguments]), swept)
-        fresh = compose_run_config([f"task={task}", *(value for value in arguments if value.startswith(task))])
+            run = to_run_config(compose(name, overrides=[f"task={task}", *settings]), swept)
+        fresh = compose_run_config([f"task={task}", *(value for value in settings if value.startswith(task))])
         section = saved.predict if task == "predict" else getattr(fresh, task)  # with its own prompts, not the option's
         assert (run.task, getattr(run, task), run.decode) == (Task[task], section, saved.decode)
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
+from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig, QuantScheme
 from conf.schema import ExpertPlacement, ParallelConfig, RunConfig, Sum
 from models.formats.manifest import MANIFEST
 from models.heads import HeadKind
-from pipelines.jobs.output_folder import only_maker
+from pipelines.jobs.output_folder import kept_folder, only_maker
 from pipelines.jobs.report import ProgressSink
+from pipelines.loading.device import prepare_device
 from pipelines.loading.model_source import ModelSource, ReadyModel, replace_model_path, resolve_model
 from pipelines.loading.quantize.job import QuantizeJob, float_model
 from pipelines.ranks.launch import joined
@@ -37,6 +38,9 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
         )
         remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
         raise UserError(f"{what}: {remedy}")
+    if run.quant.scheme is QuantScheme.auto:
+        made = find_or_make_plan(calibration_job(run), source, progress)
+        return ReadyModel(source, run.model, replace(run.quant, bits=None, max_bytes=None, plan=str(made)))
     folder = find_or_make(calibration_job(run), source, progress)
     log.warning("what runs is the calibrated model in %s", folder)
     found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
@@ -77,4 +81,16 @@ def find_or_make(job: QuantizeJob, source: ModelSource, progress: ProgressSink) 
     with only_maker(target):
         if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
             make_model(job, source, target, progress, with_report=False)
+    return target
+
+
+def find_or_make_plan(job: QuantizeJob, source: ModelSource, progress: ProgressSink) -> Path:
+    """Return the file with the formats that quant=auto chooses for `source`. Makes it if it does not exist."""
+    from pipelines.loading.quantize.sensitivity import write_auto_plan  # here, because other runs do not measure
+
+    target = kept_folder("plans") / f"{job.default_target(source).name}.yaml"
+    if not target.is_file():
+        with only_maker(target):
+            if not target.is_file():  # another process may have made it meanwhile
+                write_auto_plan(job, source, prepare_device(job.device), target, progress)
     return target

@@ -15,16 +15,6 @@ def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_togeth
     assert [step(scheduler) for _ in range(3)] == [{0: 12}, {0: 12}, {0: 3}]
     assert step(scheduler) == {0: 3}
     assert not scheduler.running
-    # A draft of the first sample is accepted, so it crosses a step before the others.
-    scheduler.add(ahead := sequence(1, 5, 6, n=3, temperature=1.0))
-    sides: dict[int, bool] = {}
-    step(scheduler, sides)
-    step(scheduler, sides, max_tokens=4, num_drafts=1, num_right=1)
-    assert step(scheduler, sides) == {1: 3}
-    assert [len(sample.token_ids) for sample in ahead.sequences] == [9, 8, 8]
-    assert step(scheduler, sides) == {1: 9 + 1 + 1}
-    assert [step(scheduler, sides) for _ in range(3)] == [{1: 5 + 6}, {1: 1 + 4 + 3}, {1: 2}]
-    assert not scheduler.running
 
 
 def test_recomputed_sequences_share_no_blocks() -> None:
