@@ -32,6 +32,7 @@ from kernels.linear import (
     pack_codes,
     pack_float8,
 )
+from kernels.linear.packed import take_rows
 from kernels.lora import AdapterTable, lora_add
 from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.paged_attention import paged_attention
@@ -155,6 +156,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "route": lambda x: route(x, 3, True),
     "soft_cap": lambda x: soft_cap(x, 2.5),
     "take_channels": lambda x: take_channels(x, ORDER),
+    "take_rows": lambda x: take_rows(UP, x[:, 0].long(), x.dtype),
+    "take_rows of ints": lambda x: take_rows(CODES, x[:, 0].long(), x.dtype),
     "route_corrected": lambda x: route_corrected(x, NORM, 3, True, False, 4, 2),
     "group_rows": lambda x: group_rows(x, CHOSEN, 3),
     "combine_rows": lambda x: combine_rows(x, x[:, :1] + 1, group_rows(x, CHOSEN, 3)[2]),
@@ -204,6 +207,7 @@ GOVERNING |= {"shared_bytes", "shared_slot_bytes", "shared_abort", "shared_abort
 BETWEEN_RANKS = {"shared_gather", "shared_owned_rows"}  # test_shared_memory.py replays it in several processes
 OF_TORCH = {"torch_add", "torch_convert", "torch_copy", "torch_scale"}  # these repeat torch's operators, below
 OUTSIDE_OF_STEPS = {"draw", "mask_logits", "count_upper_bytes", "compress", "decompress"}
+OUTSIDE_OF_STEPS |= {"accumulate_product", "round_channels", "fit_scales"}  # of calibration and loading
 
 
 def test_all_but_what_governs_is_recorded() -> None:
