@@ -13,10 +13,10 @@ from models.linear_layers import linear_specs
 OVERRIDES = "overrides"  # the plan's only key
 
 
-def write_plan(path: Path, formats: dict[str, str], title: str) -> None:
-    """Write the format of each layer, by name. `title`: a comment for people."""
+def plan_text(formats: dict[str, str], title: str) -> str:
+    """Return the content of a plan: the format of each layer, by name. `title`: a comment for people."""
     content = yaml.safe_dump({OVERRIDES: formats}, sort_keys=False, width=200)
-    path.write_text(f"# {title}\n{content}", encoding="utf-8")
+    return f"# {title}\n{content}"
 
 
 def resolve_plan(config: QuantConfig, model: CausalLM) -> QuantConfig:

@@ -64,7 +64,7 @@ def load(run: RunConfig, **quant: Any) -> Engine:
 def test_a_plan_within_its_budget(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(run, bits=5.6)
     model = engine.executor.model
-    (file,) = (tmp_path / "plans").iterdir()
+    (file,) = (tmp_path / "plans").glob("*.yaml")
     formats = yaml.safe_load(file.read_text())["overrides"]
     assert formats.keys() == linear_specs(model).keys()
     assert len({*formats.values()}) > 1
@@ -81,6 +81,7 @@ def test_a_plan_within_its_budget(run: RunConfig, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("pipelines.loading.quantize.sensitivity.Predictions", None)  # must not measure again
     expected = all_logits(engine, PROMPT)
     assert all_logits(load(run, bits=5.6), PROMPT).equal(expected)
+    assert load(run, bits=6.5).executor.weight_bytes > engine.executor.weight_bytes
     assert all_logits(load(run, plan=str(file)), PROMPT).equal(expected)
     changed = load(run, plan=str(file), overrides={"lm_head": "none"}).executor.model
     assert not isinstance(linear_layer(changed, "lm_head").method, CodedMethod)
