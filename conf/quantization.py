@@ -186,6 +186,8 @@ class QuantConfig:
     """Most bytes of all weights in memory."""
     plan: str | None = option(None, only_with=_AUTO)
     """YAML file with the formats that an earlier run chose."""
+    embedding: str | None = option(None, only_with={"scheme": one_of(*_QUANTIZED)})
+    """Format of a token embedding that is not tied to the head, as in `overrides`; null: floats."""
     skip: list[str] = field(default_factory=list)
     """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
     overrides: dict[str, str] = option(factory=dict, only_with={"scheme": one_of(*_QUANTIZED)})

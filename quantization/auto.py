@@ -24,7 +24,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import method_of
 from quantization.plan import float_weight, named_layers, plan
-from quantization.scheme import LinearScheme, override_of
+from quantization.scheme import LinearScheme, parse_format
 from quantization.weight_format import QuantizedWeight, quantize
 
 SUPER_BLOCKS = "q4_k", "q5_k", "q6_k", "int8"  # for layers whose input channels blocks of 256 divide
@@ -61,7 +61,7 @@ def find_groups(model: CausalLM, config: QuantConfig, device: torch.device) -> l
     groups = []
     for names in members.values():
         inputs = specs[names[0]].shape[1]
-        schemes = {text: override_of(names[0], text) for text in _formats(inputs, device)}
+        schemes = {text: parse_format("quant.plan", text) for text in _formats(inputs, device)}
         fitting = {text: scheme for text, scheme in schemes.items() if scheme is not None}
         groups.append(Group(tuple(names), tuple(specs[name].shape for name in names), fitting))
     return groups

@@ -42,6 +42,10 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
             f"quant={quant.scheme.name} is llama.cpp's, which no quantize.format holds: "
             "give task=convert convert.format=gguf with its convert.dtype"
         )
+    if quant.embedding is not None:
+        raise UserError(
+            f"quant.embedding={quant.embedding} is for rounding while loading, and no file holds it: leave it out"
+        )
     schemes, pruned = plan(model, quant), plan_pruning(model, quant)
     float_layers = _layers_except(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups

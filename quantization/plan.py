@@ -10,6 +10,7 @@ from torch import Tensor
 from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import MIXTURES, Activations, QuantConfig, QuantScheme, SparsityPattern
+from kernels.linear.block_weight import KINDS
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod
 from models.layers.embedding import Embedding
@@ -19,7 +20,7 @@ from quantization.layouts.base import StoredQuantization, StoredWeight, holds_co
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
-from quantization.scheme import LinearScheme, fitted, fitted_blocks, override_of, scheme_of
+from quantization.scheme import LinearScheme, fitted, fitted_blocks, parse_format, scheme_of
 
 HEAD = "lm_head"  # name of the head in skip and overrides, for every model family
 AUTO_NEEDS_INTEGERS = (
@@ -42,7 +43,10 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     assert config.scheme not in (*MIXTURES, QuantScheme.auto)  # `resolve_mixture` and `resolve_plan` replaced them
     if config.group_size is None:
         schemes |= {name: fitted(default, linear_layer(model, name).whole_shape[1]) for name in layers}
-    changes = [(pattern, override_of(pattern, text), "overrides") for pattern, text in config.overrides.items()]
+    changes = [
+        (pattern, parse_format(f"quant.overrides.{pattern}", text), "overrides")
+        for pattern, text in config.overrides.items()
+    ]
     changes += [(pattern, None, "skip") for pattern in config.skip]
     overridden = set[str]()
     for pattern, scheme, field in changes:
@@ -154,7 +158,32 @@ def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, Li
         layer = linear_layer(model, name)
         layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
         layer.method = method_of(scheme, layout, layer.shape)
+    if config.embedding is not None:
+        _quantize_embedding(model, config.embedding)
     return schemes
+
+
+def _quantize_embedding(model: CausalLM, format: str) -> None:
+    """Make an untied embedding quantise its float rows while it is loaded. `format`: as in `quant.overrides`."""
+    embedding = model.embedding
+    assert isinstance(embedding, Embedding)
+    if tied_embedding(model.head) is embedding:
+        raise UserError(
+            f"quant.embedding={format}, but the embedding of this model is its head's matrix: "
+            f"give quant.overrides={{{HEAD}:{format}}}"
+        )
+    scheme = parse_format("quant.embedding", format)
+    if scheme is None:
+        return
+    kind = scheme.weights.kind
+    size = KINDS[kind.name].block_size if kind.is_blocks else scheme.weights.group_size or 1
+    if embedding.embedding_dim % size:
+        raise UserError(
+            f"quant.embedding={format} has groups of {size}, which do not divide the embedding's {embedding.embedding_dim} "
+            "channels: give int8, or another format"
+        )
+    layout = FloatLayout(embedding.shape, False, scheme.weights)
+    embedding.method = method_of(scheme, layout, embedding.shape)
 
 
 def place_stored_layers(

@@ -70,8 +70,8 @@ def fitted(scheme: LinearScheme, num_inputs: int) -> LinearScheme:
     return replace(scheme, weights=replace(scheme.weights, group_size=max(sizes))) if sizes else scheme
 
 
-def override_of(pattern: str, text: str) -> LinearScheme | None:
-    """Parse an override: `int8`, `int4`, `int4/32` (with groups), `q6_k`, or `none`, for which it returns None."""
+def parse_format(key: str, text: str) -> LinearScheme | None:
+    """Parse the value of an override: `int8`, `int4`, `int4/32` (with groups), `q6_k`, or `none`, for which it returns None."""
     sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
     schemes: dict[str, LinearScheme | None] = {"none": None}
     schemes |= {
@@ -80,5 +80,5 @@ def override_of(pattern: str, text: str) -> LinearScheme | None:
         for suffix, size in sizes.items()
     }
     schemes |= {name.lower(): LinearScheme(of_blocks(name)) for name in KINDS}
-    check(text in schemes, f"quant.overrides.{pattern}", text, ", ".join(schemes))
+    check(text in schemes, key, text, ", ".join(schemes))
     return schemes[text]

@@ -43,6 +43,8 @@ def choose_layer_formats(
 def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    if config.embedding is not None:
+        raise UserError(f"quant.embedding={config.embedding} is not used by a quantised checkpoint: leave it out")
     wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, _shapes(files))
     coded = [*schemes]

@@ -78,7 +78,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (QuantConfig, "quant", NEEDS, {"auto_clip": [True], "overrides": [{"a": "int8"}], "skip": [["a"]]}),
     (QuantConfig, "quant", NEEDS, {"kv_cache_scales": [KVCacheScales.static]}),
     (QuantConfig, "quant", RANGE, {"bits": [0.0], "max_bytes": [0]}),
-    (QuantConfig, "quant", NEEDS, {"bits": [5.0], "max_bytes": [9], "plan": ["x"]}),
+    (QuantConfig, "quant", NEEDS, {"bits": [5.0], "max_bytes": [9], "plan": ["x"], "embedding": ["int8"]}),
     (QuantConfig, "quant", EXCLUDES, {"method": [QuantMethod.gptq], "activations": [Activations.dynamic]}),
     (CalibrateConfig, "calibrate", RANGE, {"num_samples": [0], "sequence_length": [1], "seed": [-1]}),
     (SpeculationConfig, "decode.speculation", RANGE, {"num_tokens": [0, 16], "min_ngram": [0, 17], "max_ngram": [1, 17]}),

@@ -112,6 +112,8 @@ def test_options_with_a_packed_file(tmp_path: Path) -> None:
         UserError, match=r"quant=int4 contradicts .* is int8 groups of 32 there, not int4 .*: leave quant out"
     ):
         load_engine(replace(run, quant=QuantConfig(QuantScheme.int4)), 3)
+    with pytest.raises(UserError, match="quant.embedding=int8 is not used by a quantised checkpoint: leave it out"):
+        load_engine(replace(run, quant=QuantConfig(QuantScheme.int8, group_size=32, embedding="int8")), 3)
     same = load_engine(replace(run, quant=QuantConfig(QuantScheme.int8, group_size=32)), 3)
     assert all_logits(same, [1, 2, 3]).equal(all_logits(engine_of(file), [1, 2, 3]))
 

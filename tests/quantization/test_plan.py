@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conf.decoding import warn_once
 from conf.errors import UserError
@@ -22,12 +23,14 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
+from pipelines.loading.load_engine import load_engine
 from quantization.file_layout import file_layout
 from quantization.linear import IntMethod
 from quantization.mixtures import resolve_mixture
 from quantization.plan import plan, plan_pruning, quantize_while_loading
-from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat
+from quantization.scheme import LinearScheme, parse_format
+from quantization.weight_format import WeightFormat, quantize
+from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
 
@@ -66,6 +69,27 @@ def test_a_tied_head_is_made_of_the_embedding() -> None:
     assert linear_specs(model)["lm_head"].shape == (512, 64)
     assert checkpoint_parts(model)["model.embed_tokens.weight"] == (model.embedding, "weight")
     assert isinstance(model.embedding.method, IntMethod)
+
+
+def test_an_embedding_without_a_head() -> None:
+    """Its rows are the values of the codes. A tied embedding and task=quantize refuse the option."""
+    for format, bits in (("int8", 8), ("int4/32", 4), ("q5_0", 5), ("none", 32)):
+        run = replace(run_config(GOLDENS / "llama3", allow_pickle=True), quant=int8(embedding=format))
+        model = load_engine(run, 1).executor.model
+        rows = model.embedding(torch.arange(model.config.vocab_size))
+        expected = load_file(GOLDENS / "llama3" / "model.safetensors")["model.embed_tokens.weight"].float()
+        scheme = parse_format("quant.embedding", format)
+        assert rows.equal(expected if scheme is None else quantize(expected, scheme.weights).dequantize())
+        assert model.embedding.method.num_bytes(torch.float32) * 8 < (bits + 1.5) * expected.numel()
+    for family, format, message in (
+        ("llama_tied_bias", "int8", r"is its head's matrix: give quant.overrides=\{lm_head:int8\}"),
+        ("llama3", "q4_k", "groups of 256, which do not divide the embedding's 64 channels"),
+        ("llama3", "int3", "quant.embedding=int3 is not allowed: give none, int8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quantize_while_loading(model_of(family), int8(embedding=format))
+    with pytest.raises(UserError, match="no file holds it: leave it out"):
+        file_layout(model_of("llama3"), int8(embedding="int8"), QuantizedFormat.compressed_tensors)
 
 
 def test_gpt2_is_stored_transposed() -> None:
