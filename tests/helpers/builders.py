@@ -107,8 +107,11 @@ def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
     return weights
 
 
-def embedding_weight(model: CausalLM) -> torch.Tensor:
-    """Return the vectors of the token embedding. A tied head no longer shares them, so a test may change them."""
+def embedding_weight(engine: Engine) -> torch.Tensor:
+    """Return the vectors of the token embedding. A tied head and recorded steps no longer share them, so a test may
+    change them."""
+    engine.executor.stop_recording()
+    model = engine.executor.model
     assert isinstance(model.embedding, Embedding)
     if isinstance(model.head, Linear):
         model.head.untie(model.head.method)

@@ -46,17 +46,11 @@ def expect_rows(rows: Tensor, weight: Tensor) -> None:
 @any_way
 @each("dtype", DTYPES)
 @poisoned()
-def test_floats(dtype: torch.dtype) -> None:
+def test_rows_are_those_of_the_weight_that_was_packed(dtype: torch.dtype) -> None:
     for shape in [(1, 1), (17, 33), (50, 64), (4096, 515)]:  # the last one is compressed if it is bfloat16
         weight = randn(*shape).to(dtype)
         expect_rows(lookup(pack(weight), numbers_of(shape[0]), dtype), weight)
         assert lookup(pack(weight), numbers_of(0)[:0], dtype).shape == (0, shape[1])
-
-
-@any_way
-@each("dtype", DTYPES)
-@poisoned()
-def test_codes(dtype: torch.dtype) -> None:
     for shape in SIZES:
         for format in FORMATS:
             stored = quantize(randn(*shape), format)
@@ -73,7 +67,7 @@ def packed(stored: QuantizedWeight, format: WeightFormat) -> PackedWeight | GPUW
 
 
 @each("dtype", DTYPES)
-def test_weights_in_the_layout_of_a_gpu(dtype: torch.dtype) -> None:
+def test_gpu_layouts_and_refused_arguments(dtype: torch.dtype) -> None:
     for shape in SIZES:
         inside = numbers_of(shape[0])[:4]
         weight = randn(*shape).to(dtype)
@@ -87,14 +81,11 @@ def test_weights_in_the_layout_of_a_gpu(dtype: torch.dtype) -> None:
     on_gpu = pack_for_gpu(codes, of_squares, None, 8)
     assert on_gpu.has_blocks
     assert lookup(on_gpu, torch.tensor([199, 3]), dtype).equal((codes[[199, 3]].float() * 0.5).to(dtype))
-
-
-def test_refuses_other_arguments() -> None:
-    weight = pack(randn(4, 8).bfloat16())
-    for numbers, dtype in (
+    packed_weight = pack(randn(4, 8).bfloat16())
+    for numbers, rows_dtype in (
         (torch.zeros(2, dtype=torch.int32), torch.bfloat16),
         (torch.zeros(1, 2, dtype=torch.int64), torch.bfloat16),
         (torch.zeros(2, dtype=torch.int64), torch.float32),
     ):
         with pytest.raises(ValueError, match=r"rows of|row numbers"):
-            take_rows(weight, numbers, dtype)
+            take_rows(packed_weight, numbers, rows_dtype)

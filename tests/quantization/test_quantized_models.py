@@ -21,11 +21,12 @@ from tests.helpers.tiers import in_turn
 
 FAMILIES = [family for family in GOLDEN_FAMILIES if not family.endswith("_bin")]
 # Random weights have no outliers, but do not average errors out either: bounds are 1.3 to 1.6 times the largest error
-# of any family, relative to the standard deviation of the logits.
+# of any family, relative to the standard deviation of the logits. A tied embedding has the format of its head: of 4-bit
+# schemes qwen2, which is tied, has the largest errors.
 SCHEMES = {
     "int8": (QuantConfig(QuantScheme.int8), 0.05),
-    "int4": (QuantConfig(QuantScheme.int4), 0.6),
-    "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.5),
+    "int4": (QuantConfig(QuantScheme.int4), 0.7),
+    "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.7),
     "a8w8": (QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic), 0.12),
     "fp8": (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic), 0.2),
 }

@@ -144,7 +144,7 @@ def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any],
     engine.looks_ahead = looks_ahead
     expected = run(engine, {})
     assert all(DAMAGED not in c.token_ids for i in {0, 2} for c in expected[i].completions)
-    embedding_weight(engine.executor.model)[DAMAGED] = torch.nan
+    embedding_weight(engine)[DAMAGED] = torch.nan
     prompts = list(PROMPTS)
     if "allowed_token_ids" not in decode:
         prompts[FAULTY] = [0, 75, DAMAGED]
@@ -226,7 +226,7 @@ def test_what_comes_before_a_damaged_token_is_sound(chatty: Path) -> None:
     expected = run(engine, {}, [PROMPTS[0], [*beginning, 77], PROMPTS[2]])[FAULTY].completions
     assert DAMAGED not in expected[0].token_ids
     engine = engine_of(chatty, tokenizer="", block_size=4)
-    embedding_weight(engine.executor.model)[DAMAGED] = torch.nan
+    embedding_weight(engine)[DAMAGED] = torch.nan
     assert run(engine, {}, [PROMPTS[0], [*beginning, DAMAGED], PROMPTS[2]])[FAULTY].error
     output = run(engine, {}, [PROMPTS[0], [*beginning, 77], PROMPTS[2]])[FAULTY]
     assert (output.error, output.completions) == (None, expected)

@@ -118,7 +118,7 @@ def test_the_last_token_alone_takes_what_the_prefix_cache_has(folder: Path) -> N
 def test_a_vector_that_is_not_finite_fails_its_own_row(folder: Path) -> None:
     engine, (good, bad) = engine_of(folder), random_prompts(96, (5, 6))
     token = next(id for id in bad if id not in good)
-    embedding_weight(engine.executor.model)[token] = float("nan")
+    embedding_weight(engine)[token] = float("nan")
     for pooling in Pooling:
         requests = [engine.pooled_request(i, p, pooling, DecodeConfig()) for i, p in enumerate((good, [token, *bad]))]
         errors = {output.request_id: output.error for output in engine.generate(requests)}
