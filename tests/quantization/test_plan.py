@@ -63,16 +63,13 @@ def test_routers_and_weights_with_other_uses_stay_floats() -> None:
     assert not [name for name in names if name.endswith(("gate", "shared_expert_gate"))]
 
 
-def test_a_tied_head_is_made_of_the_embedding() -> None:
+def test_embeddings() -> None:
+    """A tied one has the head's codes. The rows of another one are the values of its codes; files refuse that option."""
     model = model_of("llama_tied_bias")
     quantize_while_loading(model, int8(skip=["model.layers.*"]))
     assert linear_specs(model)["lm_head"].shape == (512, 64)
     assert checkpoint_parts(model)["model.embed_tokens.weight"] == (model.embedding, "weight")
     assert isinstance(model.embedding.method, IntMethod)
-
-
-def test_an_embedding_without_a_head() -> None:
-    """Its rows are the values of the codes. A tied embedding and task=quantize refuse the option."""
     for format, bits in (("int8", 8), ("int4/32", 4), ("q5_0", 5), ("none", 32)):
         run = replace(run_config(GOLDENS / "llama3", allow_pickle=True), quant=int8(embedding=format))
         model = load_engine(run, 1).executor.model
