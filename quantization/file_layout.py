@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod, SparsityConfig
+from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod, QuantScheme, SparsityConfig
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.linear_layers import LinearSpec, linear_specs
@@ -37,15 +37,7 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
 
     Raises UserError as `plan` does, and for schemes that the format cannot hold.
     """
-    if quant.scheme.is_blocks:
-        raise UserError(
-            f"quant={quant.scheme.name} is llama.cpp's, which no quantize.format holds: "
-            "give task=convert convert.format=gguf with its convert.dtype"
-        )
-    if quant.embedding is not None:
-        raise UserError(
-            f"quant.embedding={quant.embedding} is for rounding while loading, and no file holds it: leave it out"
-        )
+    _refuse_unwritable(quant)
     schemes, pruned = plan(model, quant), plan_pruning(model, quant)
     float_layers = _layers_except(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
@@ -82,6 +74,22 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
     return FileLayout(schemes, [], config, layout)
+
+
+def _refuse_unwritable(quant: QuantConfig) -> None:
+    if quant.scheme.is_blocks:
+        raise UserError(
+            f"quant={quant.scheme.name} is llama.cpp's, which no quantize.format holds: "
+            "give task=convert convert.format=gguf with its convert.dtype"
+        )
+    if quant.scheme is QuantScheme.auto:
+        raise UserError(
+            "quant=auto chooses block types too, which no quantize.format holds: run other tasks with it, or give another quant"
+        )
+    if quant.embedding is not None:
+        raise UserError(
+            f"quant.embedding={quant.embedding} is for rounding while loading, and no file holds it: leave it out"
+        )
 
 
 def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collection[str], share: float) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def test_embeddings() -> None:
             quantize_while_loading(model_of(family), int8(embedding=format))
     with pytest.raises(UserError, match="no file holds it: leave it out"):
         file_layout(model_of("llama3"), int8(embedding="int8"), QuantizedFormat.compressed_tensors)
+    with pytest.raises(UserError, match="quant=auto chooses block types too"):
+        file_layout(model_of("llama3"), QuantConfig(QuantScheme.auto), QuantizedFormat.compressed_tensors)
 
 
 def test_gpt2_is_stored_transposed() -> None:
