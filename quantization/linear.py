@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from conf.quantization import Activations
 from kernels.linear import (
     BlockWeight,
@@ -209,6 +210,9 @@ class BlockMethod(CodedMethod):
     """ggml's blocks, on a CPU. Activations are floats."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
+        if not weight.codes.is_cpu:
+            name = self.scheme.weights.kind.name.lower()
+            raise UserError(f"{name} is for a CPU: give int8 or int4 in quant.overrides, quant.embedding or quant.plan")
         return pack_blocks(self.scheme.weights.kind.name, weight.codes)
 
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:

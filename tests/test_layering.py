@@ -137,16 +137,8 @@ def imports(name: str) -> set[str]:
 
 
 def own_imports(name: str) -> set[str]:
-    """Modules of ours that `name` imports directly, also inside functions; a package and a submodule of it count apart."""
-    found = set()
-    for node in statements(FILES[name]):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
-            for full in (f"{node.module}.{alias.name}" for alias in node.names):
-                found.add(full if full in FILES else node.module)
-    return (found & FILES.keys()) - {name}
+    """Return the modules of ours that `name` imports."""
+    return (imports(name) & FILES.keys()) - {name}
 
 
 def floor(name: str) -> int:

@@ -139,7 +139,7 @@ def _six_bits(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """Holds a weight [N, K] in blocks, in the order of the kernels. K is a multiple of the kind's block size.
+    """A weight [N, K] in blocks, in the order in which a kernel reads it. K is a multiple of the kind's block size.
 
     `memory` uint8 [bytes] may be mapped from a file. For each tile of 16 outputs and each of its blocks it holds:
 

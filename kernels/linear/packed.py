@@ -396,7 +396,7 @@ def take_rows(cpp: Library, weight: PackedWeight, numbers: Tensor, dtype: torch.
     """Return rows `numbers` int64 [M] of the weight: [M, K] in `dtype`, each value rounded once.
 
     A number outside the weight gives a row of NaN. Raises ValueError for another shape or dtype of `numbers`, and for
-    a `dtype` other than that of a FloatWeight.
+    a FloatWeight of another dtype.
     """
     if not weight.memory.is_cpu:
         raise UnsupportedArguments

@@ -39,7 +39,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hyd
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
 LINE_EVERY_S = 5.0  # interval of progress lines without a terminal
-RECENT_LAYERS = 3  # whose mean time is that of the remaining layers; layers that a resumed run only reads are faster
+RECENT_LAYERS = 3  # their mean time estimates the rest; layers that a resumed run only reads are faster
 
 
 def _process_age_s() -> float | None:

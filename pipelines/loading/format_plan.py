@@ -22,7 +22,7 @@ def plan_text(formats: dict[str, str], title: str) -> str:
 def resolve_plan(config: QuantConfig, model: CausalLM) -> QuantConfig:
     """Return the options with the formats of `quant.plan` as overrides. The given overrides and `skip` win.
 
-    Raises UserError for a file that is no plan, and for layers that the model does not have.
+    Raises UserError for a file without a plan, and for layers that the model lacks.
     """
     assert config.plan is not None
     path = Path(config.plan).expanduser()

@@ -25,11 +25,13 @@ from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
 from pipelines.loading.load_engine import load_engine
 from quantization.file_layout import file_layout
-from quantization.linear import IntMethod
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.floats import FloatLayout
+from quantization.linear import IntMethod, method_of
 from quantization.mixtures import resolve_mixture
 from quantization.plan import plan, plan_pruning, quantize_while_loading
 from quantization.scheme import LinearScheme, parse_format
-from quantization.weight_format import WeightFormat, quantize
+from quantization.weight_format import WeightFormat, of_blocks, quantize
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
@@ -87,6 +89,11 @@ def test_embeddings() -> None:
             quantize_while_loading(model_of(family), int8(embedding=format))
     with pytest.raises(UserError, match="no file holds it: leave it out"):
         file_layout(model_of("llama3"), int8(embedding="int8"), QuantizedFormat.compressed_tensors)
+    blocks = method_of(
+        parse_format("quant.overrides", "q5_0"), FloatLayout((32, 64), False, of_blocks("Q5_0")), (32, 64)
+    )  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="q5_0 is for a CPU: give int8 or int4 in quant.overrides"):
+        blocks.hold(StoredWeight(quantize(torch.ones(32, 64), of_blocks("Q5_0"))), torch.device("meta"))
     with pytest.raises(UserError, match="quant=auto chooses block types too"):
         file_layout(model_of("llama3"), QuantConfig(QuantScheme.auto), QuantizedFormat.compressed_tensors)
 
