@@ -28,6 +28,16 @@ DIGESTS = {  # sha256 of ggml_quantize_chunk's output for `rows()` (libggml-base
     "Q5_K": "ea2106a7f31cd9bfca007b30e545fdbda02e6225fdb65ccce31e66d443a3453e",
     "Q6_K": "0bcf698c93adf82216acf205ff3b32655772afc93240a8712029badb29ebbbdb",
 }
+WEIGHTED_DIGESTS = {  # of the same with the importance of `importance()`
+    "Q4_0": "86c1994602a83f2204de99ac186b4a200f33a1af2b912b261570879f6ac2e149",
+    "Q4_1": "b7fc9eabd5d36511eaa1d5281849510c86735278da28ffe20a258296bf63bd01",
+    "Q5_0": "9bcdbea2daeb82db1fe05afcd321a720ef02a14433f0f815a45378c96d30455a",
+    "Q5_1": "88561f6cbb7045ca9acaa0b6ad0f5082330d4c850a26f536b5653d8346236dde",
+    "Q8_0": DIGESTS["Q8_0"],
+    "Q4_K": "c7937bb9ae52b71c6797c2522df3752da5e82e5def334703fa34f372d605b45f",
+    "Q5_K": "42fff4435c0e9ec85593a87eec5258dddb505d7ccb951de60ad2c4bfad04c7e9",
+    "Q6_K": "24ab3e11909f8734ea06cf9e03315abeaf6a6e908d527da4ad7feec4df5792a0",
+}
 LETTERS = {
     "o": "Q4_0",
     "j": "Q5_1",
@@ -64,10 +74,22 @@ def rows() -> np.ndarray:
     return x.astype(np.float32)
 
 
+def importance() -> np.ndarray:
+    """Return weights of 768 columns: heavy-tailed, one very large, and zeros in a group and in a super-block."""
+    squares = rows()[9] ** 2
+    squares[:40], squares[256:512], squares[600] = 0, 0, 1e4
+    return squares
+
+
 def test_bytes_are_llama_cpps() -> None:
-    for name, digest in DIGESTS.items():
-        blocks = quantize_rows(rows(), gguf.GGMLQuantizationType[name])
-        assert hashlib.sha256(blocks.tobytes()).hexdigest() == digest, name
+    for digests, weights in ((DIGESTS, None), (WEIGHTED_DIGESTS, importance())):
+        for name, digest in digests.items():
+            blocks = quantize_rows(rows(), gguf.GGMLQuantizationType[name], weights)
+            assert hashlib.sha256(blocks.tobytes()).hexdigest() == digest, name
+            first = quantize_rows(rows()[:1], gguf.GGMLQuantizationType[name], weights)
+            assert first.tobytes() == blocks[0].tobytes(), (
+                name
+            )  # the order of sums does not depend on the number of rows
 
 
 def test_types_are_llama_quantizes() -> None:
