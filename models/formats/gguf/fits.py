@@ -6,6 +6,8 @@ codes. Candidates and the order of float32 operations are from ggml-quants.c.
 Values and their weights are [N, ...]: N values of each group. A sum over N adds values one by one, as ggml does.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,9 +26,10 @@ def fit_affine(x: Floats, weights: Floats, largest: np.float32, offsets: Floats)
     low, high = np.minimum(x.min(0), 0), x.max(0)
     is_flat = low == high
     inverse = np.where(is_flat, 0, largest / (high - low))
-    scale: Floats = np.where(is_flat, 0, 1 / inverse)
+    scale = np.where(is_flat, 0, 1 / inverse)
     best = inverse, low  # of the best candidate, for its rounding
-    error = _error(weights, scale * _clipped(inverse * (x - low), largest) + low - x)
+    codes = _clipped(inverse * (x - low), largest)
+    error = _error(weights, scale * codes + low - x)
     for offset in offsets:
         inverse = (offset + largest) / (high - low)
         codes = _clipped(inverse * (x - low), largest)
@@ -102,8 +105,9 @@ def extreme(x: Floats) -> Floats:
     return largest
 
 
-def _clipped(codes: Floats, largest: np.float32) -> Floats:
-    return np.clip(np.rint(codes), 0, largest)
+def _clipped(codes: NDArray[Any], largest: np.float32) -> NDArray[Any]:
+    rounded: NDArray[Any] = np.clip(np.rint(codes), 0, largest)
+    return rounded
 
 
 def _error(weights: Floats, difference: Floats) -> Floats:
