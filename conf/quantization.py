@@ -16,10 +16,12 @@ class QuantScheme(Enum):
     q4_1 = "q4_1"  # only weights, in a block type of llama.cpp
     q5_0 = "q5_0"
     q5_1 = "q5_1"
+    q3_k = "q3_k"
     q4_k = "q4_k"
     q5_k = "q5_k"
     q6_k = "q6_k"
-    q4_k_m = "q4_k_m"  # the block types of llama.cpp's file type of this name, chosen by tensor
+    q3_k_m = "q3_k_m"  # the block types of llama.cpp's file type of this name, chosen by tensor
+    q4_k_m = "q4_k_m"
     q5_k_m = "q5_k_m"
     auto = "auto"  # a format for each layer, by its loss
 
@@ -74,8 +76,8 @@ SparsityPattern = Enum("SparsityPattern", {"unstructured": "unstructured", "2:4"
 """Position of the zeros: anywhere in a layer, or two in each group of four consecutive input channels."""
 
 
-BLOCKS = tuple(QuantScheme[name] for name in ("q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"))
-MIXTURES = {QuantScheme.q4_k_m: QuantScheme.q4_k, QuantScheme.q5_k_m: QuantScheme.q5_k}
+BLOCKS = tuple(QuantScheme[name] for name in ("q4_1", "q5_0", "q5_1", "q3_k", "q4_k", "q5_k", "q6_k"))
+MIXTURES = {QuantScheme[f"{name}_m"]: QuantScheme[name] for name in ("q3_k", "q4_k", "q5_k")}
 """The block type of most tensors in each mixture."""
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
 GROUP_SIZES = (32, 64, 128, -1)  # supported by the kernels and by other tools

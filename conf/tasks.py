@@ -21,6 +21,7 @@ class ConvertDType(Enum):
     q5_0 = "q5_0"
     q5_1 = "q5_1"
     q8_0 = "q8_0"
+    q3_k_m = "q3_k_m"
     q4_k_m = "q4_k_m"
     q5_k_m = "q5_k_m"
     q6_k = "q6_k"

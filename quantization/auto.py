@@ -27,7 +27,7 @@ from quantization.plan import float_weight, named_layers, plan
 from quantization.scheme import LinearScheme, parse_format
 from quantization.weight_format import QuantizedWeight, quantize
 
-SUPER_BLOCKS = "q4_k", "q5_k", "q6_k", "int8"  # for layers whose input channels blocks of 256 divide
+SUPER_BLOCKS = "q3_k", "q4_k", "q5_k", "q6_k", "int8"  # for layers whose input channels blocks of 256 divide
 BLOCKS = "int4/64", "q4_1", "q5_0", "q5_1", "int8"
 ON_GPU = "int4/128", "int4/64", "int4/32", "int8"
 

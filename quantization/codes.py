@@ -15,6 +15,7 @@ class CodeKind(Enum):
     Q4_1 = "q4_1"  # this and the following members: ggml's block types
     Q5_0 = "q5_0"
     Q5_1 = "q5_1"
+    Q3_K = "q3_k"
     Q4_K = "q4_k"
     Q5_K = "q5_k"
     Q6_K = "q6_k"

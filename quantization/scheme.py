@@ -10,6 +10,7 @@ from quantization.weight_format import WeightFormat, of_blocks
 
 BLOCK_SIZE = 32  # of the types with the shortest blocks
 SHORTER_BLOCKS = {
+    CodeKind.Q3_K: WeightFormat(4, group_size=BLOCK_SIZE),  # as Q4_0, with scales by search
     CodeKind.Q4_K: of_blocks("Q5_0"),
     CodeKind.Q5_K: of_blocks("Q5_1"),
     CodeKind.Q6_K: WeightFormat(8, group_size=BLOCK_SIZE),  # the values of Q8_0

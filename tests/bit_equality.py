@@ -93,7 +93,7 @@ GROUPS: dict[str, list[str]] = {
     ],
     "files": [
         f"task=convert model=tiny convert.{OUTPUT}convert.format=hf,gguf convert.dtype=auto,float16",
-        f"task=convert model=tiny convert.{OUTPUT}convert.format=gguf convert.dtype=q4_0,q5_1,q8_0,q4_k_m,q6_k",
+        f"task=convert model=tiny convert.{OUTPUT}convert.format=gguf convert.dtype=q4_0,q5_1,q8_0,q3_k_m,q4_k_m,q6_k",
         f"task=convert model=tiny convert.{OUTPUT}convert.format=sharded convert.tp=2 convert.pp=2",
         f"task=convert model.path={LLAMA} convert.{OUTPUT}convert.lora=adapter",
         f"task=quantize model=tiny quantize.{OUTPUT}{CPU}{TEXTS}quant=int8 quantize.format=compressed_tensors,vllm_cpu",

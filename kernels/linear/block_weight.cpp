@@ -34,6 +34,7 @@ struct Sources {
 template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
   constexpr int GROUP_STEPS = Kind::group / STEP;
   constexpr int64_t SHARE = Kind::block_bytes / Kind::units;
+  alignas(64) uint8_t expanded[TILES][Kind::expanded_bytes];
   Floats totals[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -42,6 +43,8 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
   const uint8_t *end = from.block + from.tile_bytes, *near_end = end - PREFETCH_BYTES;
   for (; from.block != end; from.block += Kind::block_bytes) {
     const int64_t ahead = PREFETCH_BYTES + (from.block < near_end ? 0 : (TILES - 1) * from.tile_bytes);
+    UNROLL
+    for (int t = 0; t < TILES; ++t) expand_scales<Kind>(from.block + t * from.tile_bytes, expanded[t]);
     const uint8_t *unit = from.block + Kind::head_bytes;
     for (int64_t number = 0; number < Kind::units; ++number, unit += Kind::unit_bytes) {
       UNROLL
@@ -77,14 +80,14 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
         for (int t = 0; t < TILES; ++t) {
           const uint8_t *block = from.block + t * from.tile_bytes;
           const int64_t index = number * Kind::groups_of_unit + group;
-          const Floats scale = scales_of<Kind>(block, index, 0);
+          const Floats scale = scales_of<Kind>(block, expanded[t], index, 0);
           UNROLL
           for (int row = 0; row < ROWS; ++row) {
             Ints sum = sums[row][t][0];
             if constexpr (SUMS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
             totals[row][t] = multiply_add(to_floats(sum), multiply(scale, splat(from.x_scales[row])), totals[row][t]);
             if constexpr (Kind::has_minimums)
-              totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, index, 1), totals[row][t]);
+              totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, expanded[t], index, 1), totals[row][t]);
           }
         }
         from.x_words += GROUP_STEPS * ROWS * step_words(LIMBS);

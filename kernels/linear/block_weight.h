@@ -9,15 +9,17 @@
 namespace {
 
 constexpr int64_t VECTOR_BYTES = STEP * LANES, UNIT_STEPS = 8, UNIT = UNIT_STEPS * STEP;
+constexpr int32_t SCALE_OFFSET = 32;  // added to scales of six bits
 
-// A ggml type: bits per code, inputs per group and per block. With minimums a value is scale * code - minimum, else
-// scale * (code - 2^(bits - 1)).
-template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS> struct Kind {
-  static constexpr int bits = BITS;
+// A ggml type: bits per code, inputs per group and per block, bits per scale. With minimums a value is scale * code -
+// minimum, else scale * (code - 2^(bits - 1)).
+template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS, int SCALE_BITS = 8> struct Kind {
+  static constexpr int bits = BITS, scale_bits = SCALE_BITS;
   static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP;
   static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
   static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // sums of activations are multiplied by -offset
-  static constexpr int64_t factors_bytes = 2 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES : 0;
+  static constexpr int64_t factors_bytes = 2 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES * SCALE_BITS / 8 : 0;
+  static constexpr int64_t expanded_bytes = SCALE_BITS == 6 ? BLOCK / GROUP * LANES : 1;  // of `expand_scales`
   static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
   static constexpr int64_t unit_bytes = BITS * VECTOR_BYTES, block_bytes = head_bytes + units * unit_bytes;
 };
@@ -36,8 +38,17 @@ inline Ints shifted(Ints x, int bits) {
   }
 }
 
+// Returns the bits MASK of each byte, after a shift to the right.
+template <int SHIFT, int32_t MASK> inline Ints bits_of(Ints x) { return bit_and(shift_right<SHIFT>(x), splat(MASK * 0x01010101)); }
+
 // Returns the codes of step `step` of a unit.
 template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
+  if constexpr (Kind::bits == 3) {
+    const auto vector = [&](int number) { return load(unit + number * VECTOR_BYTES); };
+    if (step == 6) return bit_xor(bits_of<6, 3>(vector(0)), bits_of<4, 4>(vector(1)));
+    if (step == 7) return bit_xor(bits_of<7, 1>(vector(1)), bits_of<5, 6>(vector(2)));
+    return step % 2 ? bits_of<3, 7>(vector(step / 2)) : bit_and(vector(step / 2), splat(0x07070707));
+  }
   const Ints pair = load(unit + step / 2 * VECTOR_BYTES);
   const Ints low = bit_and(step % 2 ? shift_right<4>(pair) : pair, splat(0x0f0f0f0f));
   if constexpr (Kind::bits == 5) return bit_xor(low, bit_and(shifted(load(unit + 4 * VECTOR_BYTES), 4 - step), splat(0x10101010)));
@@ -46,10 +57,22 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   return low;
 }
 
-// Returns the scales of a group of a block (part 0), or its minimums (part 1).
-template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t group, int64_t part) {
+// Expands the scales of a block to bytes if they have six bits.
+template <class Kind> inline void expand_scales(const uint8_t *block, uint8_t *bytes) {
+  if constexpr (Kind::scale_bits == 6) {
+    const Ints a = load(block + Kind::factors_bytes), b = load(block + Kind::factors_bytes + VECTOR_BYTES);
+    const Ints c = load(block + Kind::factors_bytes + 2 * VECTOR_BYTES), mask = splat(0x3f3f3f3f);
+    store(bytes, bit_and(a, mask)), store(bytes + VECTOR_BYTES, bit_and(b, mask)), store(bytes + 2 * VECTOR_BYTES, bit_and(c, mask));
+    store(bytes + 3 * VECTOR_BYTES, bit_xor(bits_of<6, 3>(a), bit_xor(bits_of<4, 12>(b), bits_of<2, 48>(c))));
+  }
+}
+
+// Returns the scales of a group of a block (part 0), or its minimums (part 1). `expanded`: from `expand_scales`.
+template <class Kind> inline Floats scales_of(const uint8_t *block, const uint8_t *expanded, int64_t group, int64_t part) {
   const Floats factor = load_float16(reinterpret_cast<const uint16_t *>(block + part * Kind::factors_bytes));
   if constexpr (!Kind::has_scales) return factor;
+  if constexpr (Kind::scale_bits == 6)
+    return multiply(factor, to_floats(subtract(load_bytes(reinterpret_cast<const int8_t *>(expanded + group * LANES)), splat(SCALE_OFFSET))));
   const uint8_t *scales = block + Kind::factors_bytes * (1 + Kind::has_minimums) + part * Kind::scales_bytes + group * LANES;
   return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
 }
@@ -60,10 +83,12 @@ template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles,
   const uint8_t *const end = block + num_tiles * (num_inputs / Kind::block) * Kind::block_bytes;
   auto *scales = reinterpret_cast<float *>(bytes + num_tiles * num_inputs * LANES);
   float *minimums = scales + num_tiles * (num_inputs / Kind::group) * LANES;
+  alignas(64) uint8_t expanded[Kind::expanded_bytes];
   for (; block != end; block += Kind::block_bytes) {
+    expand_scales<Kind>(block, expanded);
     for (int64_t group = 0; group < Kind::block / Kind::group; ++group, scales += LANES) {
-      store(scales, scales_of<Kind>(block, group, 0));
-      if constexpr (Kind::has_minimums) store(minimums, scales_of<Kind>(block, group, 1)), minimums += LANES;
+      store(scales, scales_of<Kind>(block, expanded, group, 0));
+      if constexpr (Kind::has_minimums) store(minimums, scales_of<Kind>(block, expanded, group, 1)), minimums += LANES;
     }
     const uint8_t *unit = block + Kind::head_bytes;
     for (int64_t index = 0; index < Kind::units; ++index, unit += Kind::unit_bytes)
@@ -94,8 +119,10 @@ template <class Work> void with_kind(Codes codes, Work &&work) {
     work(Kind<4, 32, 256, true>());
   else if (codes == Codes::q5_k)
     work(Kind<5, 32, 256, true>());
-  else
+  else if (codes == Codes::q6_k)
     work(Kind<6, 16, 256, false>());
+  else
+    work(Kind<3, 16, 256, false, 6>());
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from kernels.linear.float_weight import TILE
 from kernels.linear.int_weight import PackedFormat
 
 UNIT = 32  # inputs whose codes are stored together
+SCALE_OFFSET = 32  # added to scales of six bits
 FACTOR_BYTES = 2  # float16, as in a file
 PACKED_AT_ONCE = 2**22  # codes; limits intermediate results to a small fraction of a weight
 
@@ -31,6 +32,7 @@ class BlockKind(NamedTuple):
     block_bytes: int  # in a file
     # byte offsets in a block of the float16 factors: of the scales, and of the minimums if there are any
     factors_at: tuple[int, ...]
+    scale_bits: int = 8  # of a group's scale, in a packed weight
 
     @property
     def has_minimums(self) -> bool:
@@ -44,14 +46,21 @@ class BlockKind(NamedTuple):
     @property
     def packed_bytes(self) -> int:
         """Bytes of one block of 16 outputs in a packed weight."""
-        scales = self.block_size // self.group_size if self.has_scales else 0
-        return TILE * ((FACTOR_BYTES + scales) * (1 + self.has_minimums) + self.block_size * self.bits // 8)
+        return sum(self.part_bytes)
+
+    @property
+    def part_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the factors, scales and codes of one block of 16 outputs in a packed weight."""
+        parts = TILE * (1 + self.has_minimums)
+        scales = self.block_size // self.group_size * self.scale_bits // 8 if self.has_scales else 0
+        return parts * FACTOR_BYTES, parts * scales, TILE * self.block_size * self.bits // 8
 
 
 KINDS = {
     "Q4_1": BlockKind(4, 32, 32, 20, (0, 2)),
     "Q5_0": BlockKind(5, 32, 32, 22, (0,)),
     "Q5_1": BlockKind(5, 32, 32, 24, (0, 2)),
+    "Q3_K": BlockKind(3, 16, 256, 110, (108,), scale_bits=6),
     "Q4_K": BlockKind(4, 32, 256, 144, (0, 2)),
     "Q5_K": BlockKind(5, 32, 256, 176, (0, 2)),
     "Q6_K": BlockKind(6, 16, 256, 210, (208,)),
@@ -96,6 +105,12 @@ def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
             codes = codes | bits << 4
         no_scales = torch.empty(len(factors), len(blocks), 0, dtype=torch.int8)
         return BlockCodes(kind, codes.flatten(1), factors, no_scales)
+    if kind == "Q3_K":
+        high, low, packed, _ = split.split((32, 64, 12, 2), 2)
+        low = low.unflatten(2, (2, 1, 32)) >> _shifts(0, 2, 4, 6)  # [N, B, 2, 4, 32]
+        high = high.unsqueeze(2) >> _shifts(*range(8))  # [N, B, 8, 32]
+        codes = (low & 3).flatten(2) | (high & 1).flatten(2) << 2
+        return BlockCodes(kind, codes.flatten(1), factors, _centred_six_bits(packed))
     if kind == "Q6_K":
         low, high, scales, _ = split.split((128, 64, 16, 2), 2)
         # [N, B, 2, 2, 64]: 64 codes of the lower bits, then 64 of the upper bits
@@ -137,6 +152,18 @@ def _six_bits(packed: Tensor) -> Tensor:
     return torch.stack((scales, minimums)).flatten(2).view(torch.int8)
 
 
+def _centred_six_bits(packed: Tensor) -> Tensor:
+    """Return the scales int8 [1, N, 16 * B], stored plus 32 in uint8 [N, B, 12] with six bits each.
+
+    Bytes 0-7 hold the lower four bits of scales 0-7 and, in their upper halves, of scales 8-15. Byte 8 + i holds the
+    upper two bits of scales i, i + 4, i + 8 and i + 12.
+    """
+    first, last = packed.split((8, 4), 2)
+    low, high = torch.cat((first & 15, first >> 4), 2), last.unsqueeze(2) >> _shifts(0, 2, 4, 6)  # [N, B, 4, 4]
+    scales: Tensor = (low | (high & 3).flatten(2) << 4).view(torch.int8) - SCALE_OFFSET
+    return scales.flatten(1)[None]
+
+
 @dataclass(frozen=True)
 class BlockWeight:
     """A weight [N, K] in blocks, in the order in which a kernel reads it. K is a multiple of the kind's block size.
@@ -144,10 +171,13 @@ class BlockWeight:
     `memory` uint8 [bytes] may be mapped from a file. For each tile of 16 outputs and each of its blocks it holds:
 
     - factors: float16 [1 or 2, 16]
-    - scales: int8 [1 or 2, groups of a block, 16], if the kind has scales
-    - codes, per 32 inputs: the lower four bits as bytes [4, 16, 4], with inputs 0-3 of eight in the lower half and
-      inputs 4-7 in the upper half; then the remaining bits, [1, 16, 4] for 5 bits (bit s belongs to inputs 4 s to 4 s +
-      3) or [2, 16, 4] for 6 bits (two bits from each of four groups of four inputs).
+    - scales: int8 [1 or 2, groups of a block, 16], if the kind has scales; scales of six bits, plus 32, are bytes
+      [3, 64], packed from [4, 64] by `_pack_six_bits`
+    - codes of three bits, per 32 inputs: bytes [3, 16, 4], packed by `_pack_six_bits` from [4, 16, 4], with inputs 0-3
+      of eight in the lower three bits and inputs 4-7 in the upper three bits
+    - codes of more bits, per 32 inputs: the lower four bits as bytes [4, 16, 4], with inputs 0-3 of eight in the lower
+      half and inputs 4-7 in the upper half; then the remaining bits, [1, 16, 4] for 5 bits (bit s belongs to inputs 4 s
+      to 4 s + 3) or [2, 16, 4] for 6 bits (two bits from each of four groups of four inputs).
 
     Raises ValueError for memory of another size or dtype.
     """
@@ -193,9 +223,10 @@ class BlockWeight:
         parts = 1 + kind.has_minimums
         groups = kind.block_size // kind.group_size if kind.has_scales else 0
         blocks = self.memory.view(self.num_tiles, self._num_blocks, -1)[first:last]
-        sizes = (FACTOR_BYTES * TILE * parts, TILE * parts * groups, TILE * kind.block_size * kind.bits // 8)
-        factors, scales, codes = (part.contiguous() for part in blocks.split(sizes, 2))
+        factors, scales, codes = (part.contiguous() for part in blocks.split(kind.part_bytes, 2))
         factors = factors.view(torch.float16).float().view(last - first, self._num_blocks, parts, TILE)
+        if kind.scale_bits == 6:
+            scales = _unpack_six_bits(scales.unflatten(2, (3, -1))).flatten(2) - SCALE_OFFSET
         scales = scales.view(torch.int8).view(last - first, self._num_blocks, parts, groups, TILE)
         return BlockCodes(
             self.kind,
@@ -225,8 +256,9 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
     codes = functional.pad(rows.codes, (0, 0, 0, missing))
     tiles = len(codes) // TILE
     codes = codes.view(tiles, TILE, num_blocks, -1, 8, 4).permute(0, 2, 3, 4, 1, 5)  # [tiles, B, units, 8, 16, 4]
-    parts = [codes[:, :, :, ::2] & 15 | codes[:, :, :, 1::2] << 4]
-    if rest := kind.bits - 4:
+    even, odd, rest = codes[:, :, :, ::2], codes[:, :, :, 1::2], kind.bits - 4
+    parts = [even & 15 | odd << 4] if kind.bits > 3 else [_pack_six_bits((even | odd << 3).flatten(4))]
+    if rest > 0:
         steps = (codes >> 4).unflatten(3, (rest, 8 // rest))
         shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
         parts.append((steps << shifts).sum(4, dtype=torch.uint8))
@@ -235,15 +267,36 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
         padded = functional.pad(each, (0, 0, 0, missing)).unflatten(1, (tiles, TILE))  # [parts, tiles, 16, B or G]
         in_blocks = padded.unflatten(3, (num_blocks, each.shape[2] // num_blocks)).permute(1, 3, 0, 4, 2)
         numbers.append(in_blocks.contiguous().view(torch.uint8).flatten(2))  # [tiles, B, bytes]
+    if kind.scale_bits == 6:
+        numbers[1] = _pack_six_bits((numbers[1] + SCALE_OFFSET).unflatten(2, (4, -1))).flatten(2)
     return torch.cat((*numbers, torch.cat(parts, 3).flatten(2)), 2).flatten()
 
 
 def _codes_of(units: Tensor, bits: int) -> Tensor:
-    """Return codes uint8 [N, K] from packed codes [tiles, B, units, 4 + bits - 4, 16, 4]."""
-    low = units[:, :, :, :4]
-    codes = torch.stack((low & 15, low >> 4), 4).flatten(3, 4)  # [tiles, B, units, 8, 16, 4]
-    if rest := bits - 4:
+    """Return codes uint8 [N, K] from packed codes [tiles, B, units, bits, 16, 4]."""
+    if bits == 3:
+        pairs, half = _unpack_six_bits(units.flatten(4)).unflatten(4, (TILE, 4)), 3
+    else:
+        pairs, half = units[:, :, :, :4], 4
+    codes = torch.stack((pairs & 2**half - 1, pairs >> half), 4).flatten(3, 4)  # [tiles, B, units, 8, 16, 4]
+    if (rest := bits - 4) > 0:
         shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
         high = units[:, :, :, 4:].unsqueeze(4) >> shifts & 2**rest - 1
         codes = codes | high.flatten(3, 4) << 4
     return codes.permute(0, 4, 1, 2, 3, 5).flatten(2).flatten(0, 1)
+
+
+def _pack_six_bits(numbers: Tensor) -> Tensor:
+    """Return six-bit numbers uint8 [..., 4, V] in three quarters of the bytes, [..., 3, V].
+
+    The bytes of the first three numbers hold two bits of the fourth one each, the lowest bits first.
+    """
+    first, last = numbers.split((3, 1), -2)
+    packed: Tensor = first | (last >> _shifts(0, 2, 4) & 3) << 6
+    return packed
+
+
+def _unpack_six_bits(packed: Tensor) -> Tensor:
+    """Return the numbers uint8 [..., 4, V] of bytes [..., 3, V]."""
+    last = (packed >> 6 << _shifts(0, 2, 4)).sum(-2, keepdim=True, dtype=torch.uint8)
+    return torch.cat((packed & 63, last), -2)

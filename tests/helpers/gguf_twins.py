@@ -56,7 +56,7 @@ BLOCK_KINDS = {  # mixed as in Q4_K_M: within q/k/v and within experts, and with
     "ffn_up_exps": "Q4_K",
     "ffn_down_exps": "Q5_1",
     "token_embd": "Q6_K",
-    "output": "Q6_K",
+    "output": "Q3_K",
 }
 
 

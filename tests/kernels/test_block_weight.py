@@ -47,7 +47,10 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
         )
 
 
-@each("kind, bits", [("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)])
+@each(
+    "kind, bits",
+    [("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q3_K", 3.4375), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+)
 def test_bits_of_a_weight(kind: str, bits: float) -> None:
     """A packed weight has at most 3 % more bytes than in the file: Q4_K and Q5_K pack the scales of groups into six
     bits there."""

@@ -179,11 +179,22 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert_rows_are_independent(packed_engine, prompts)
 
 
-def test_a_mixture_is_the_one_of_the_converted_file(tmp_path: Path) -> None:
+@each(
+    "mixture, expected_kinds",
+    [
+        # the head, and five values and five ffn_down of nine layers
+        ("q4_k_m", {"Q4_K": 9 * 7 - 10, "Q6_K": 11}),
+        # the values of two layers; the other values, attn_output and ffn_down
+        ("q3_k_m", {"Q3_K": 9 * 4, "Q5_K": 2, "Q4_K": 7 + 9 + 9, "Q6_K": 1}),
+    ],
+)
+def test_a_mixture_is_the_one_of_the_converted_file(
+    mixture: str, expected_kinds: dict[str, int], tmp_path: Path
+) -> None:
     write_model(tmp_path / "floats", LlamaForCausalLM, hidden_size=256, intermediate_size=512, num_hidden_layers=9)
-    write_gguf(open_checkpoint(tmp_path / "floats", False), tmp_path / "file.gguf", "q4_k_m")
+    write_gguf(open_checkpoint(tmp_path / "floats", False), tmp_path / "file.gguf", mixture)
     run = run_config(tmp_path / "floats")
-    packed_model = load_engine(replace(run, quant=QuantConfig(QuantScheme.q4_k_m)), 1).executor.model
+    packed_model = load_engine(replace(run, quant=QuantConfig(QuantScheme[mixture])), 1).executor.model
     stored = engine_of(tmp_path / "file.gguf").executor.model
     kinds = Counter[str]()
     for name, layer in stored.named_modules():
@@ -193,7 +204,7 @@ def test_a_mixture_is_the_one_of_the_converted_file(tmp_path: Path) -> None:
             assert isinstance(expected, BlockWeight)
             assert (weight.kind, weight.memory.tolist()) == (expected.kind, expected.memory.tolist()), name
             kinds[weight.kind] += 1
-    assert kinds == {"Q4_K": 9 * 7 - 10, "Q6_K": 11}  # the head, and five values and five ffn_down of nine layers
+    assert kinds == expected_kinds
 
 
 def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
@@ -202,7 +213,7 @@ def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
     assert read_gguf_quantization(files, torch.device("cuda")) is None
     file_quantization = read_gguf_quantization(files)
     assert file_quantization is not None
-    assert set(file_quantization.types.values()) == {"Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"}
+    assert set(file_quantization.types.values()) == {"Q4_1", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
 
 
 def test_a_share_of_blocks(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
     "q5_0": (T.Q5_0, LlamaFileType.MOSTLY_Q5_0),
     "q5_1": (T.Q5_1, LlamaFileType.MOSTLY_Q5_1),
     "q8_0": (T.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q3_k_m": (T.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
     "q4_k_m": (T.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
     "q5_k_m": (T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
     "q6_k": (T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
@@ -27,7 +28,7 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
 MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
 ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")  # as in the converter: routers, positions
 VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
-SHORTER_BLOCKS = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
+SHORTER_BLOCKS = {T.Q3_K: T.Q4_0, T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
 """Types for rows whose length is not a multiple of 256."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 
@@ -74,24 +75,29 @@ class MatrixTypes:
             return T.Q8_0 if self._base_type is T.Q8_0 or self._shapes[name][-1] % _block(self._base_type) else T.Q6_K
         if self._has_8_experts and name.endswith((*VALUE_PROJECTIONS, "attn_k.weight")):
             return T.Q8_0
-        if self._has_8_experts and name.endswith("attn_output.weight") and self._base_type is T.Q4_K:
+        if self._has_8_experts and name.endswith("attn_output.weight") and self._base_type in (T.Q3_K, T.Q4_K):
             return T.Q5_K
-        if (
-            self._base_type in MIXED
-            and (name.endswith(VALUE_PROJECTIONS) or "ffn_down" in name)
-            and self._is_sensitive(name)
-        ):
+        kind = self._of_mixture(name)
+        return T.Q5_K if self._is_70b and name.endswith(VALUE_PROJECTIONS) and kind in (T.Q3_K, T.Q4_K) else kind
+
+    def _of_mixture(self, name: str) -> T:
+        is_value, is_down = name.endswith(VALUE_PROJECTIONS), "ffn_down" in name
+        if self._base_type in MIXED and (is_value or is_down) and self._is_sensitive(name):
             return T.Q6_K
-        if self._is_70b and name.endswith(VALUE_PROJECTIONS) and self._base_type is T.Q4_K:
-            return T.Q5_K
-        return self._base_type
+        if self._base_type is T.Q3_K and (is_value or is_down):
+            return T.Q5_K if _layer_of(name) < (2 if is_value else self._num_layers // 16) else T.Q4_K
+        return T.Q4_K if self._base_type is T.Q3_K and name.endswith("attn_output.weight") else self._base_type
 
     def _is_sensitive(self, name: str) -> bool:
         """Whether the tensor is in the first or last eighth of the layers, or in every third layer between."""
-        match = LAYER.match(name)
-        assert match is not None
-        layer, num_first = int(match[1]), self._num_layers // 8
+        layer, num_first = _layer_of(name), self._num_layers // 8
         return layer < num_first or layer >= 7 * self._num_layers // 8 or (layer - num_first) % 3 == 2
+
+
+def _layer_of(name: str) -> int:
+    match = LAYER.match(name)
+    assert match is not None
+    return int(match[1])
 
 
 def _with_fitting_blocks(kind: T, row: int) -> T:

@@ -80,17 +80,39 @@ def fit_multiples(x: Floats, weights: Floats, largest: np.float32) -> tuple[Floa
         error = np.minimum(error, candidate_error)
     multiples = np.minimum(np.rint(inverse * x), largest)
     sum_lx, sum_ll = total(weights * x * multiples), total(weights * multiples * multiples)
-    for _ in range(5):
-        for value, weight, multiple in zip(x, weights, multiples, strict=True):
-            lx, ll = sum_lx - weight * value * multiple, sum_ll - weight * multiple * multiple  # without this value
-            changed = np.minimum(np.rint(value * ll / lx), largest)
-            is_possible = (lx > 0) & (ll > 0) & (changed != multiple)
-            lx, ll = lx + weight * value * changed, ll + weight * changed * changed
-            is_better = is_possible & (lx * lx * sum_ll > sum_lx * sum_lx * ll)
-            multiple[:] = np.where(is_better, changed, multiple)
-            sum_lx, sum_ll = np.where(is_better, lx, sum_lx), np.where(is_better, ll, sum_ll)
+    sum_lx, sum_ll = _exchange(x, weights, multiples, np.float32(0), largest, sum_lx, sum_ll)
     step = np.where(is_zero | ~(sum_ll > 0), 0, sum_lx / sum_ll)
     return step, np.where(is_zero, 0, multiples)
+
+
+def fit_by_exchange(x: Floats, weights: Floats, half: np.float32) -> tuple[Floats, Floats]:
+    """Return scales, and the codes [N, ...], shifted to begin at 0. Codes are -half to half - 1."""
+    largest = extreme(x)
+    codes = np.clip(np.rint(-half / largest * x), -half, half - 1)
+    sum_lx, sum_ll = total(weights * x * codes), total(weights * codes * codes)
+    sum_lx, sum_ll = _exchange(x, weights, codes, -half, half - 1, sum_lx, sum_ll)
+    is_zero = np.abs(largest) < SMALLEST
+    scales = np.where(is_zero | ~(sum_ll > 0), 0, sum_lx / sum_ll)
+    return scales, np.where(is_zero, 0, codes + half)
+
+
+def _exchange(
+    x: Floats, weights: Floats, codes: Floats, lowest: np.float32, largest: np.float32, sum_lx: Floats, sum_ll: Floats
+) -> tuple[Floats, Floats]:
+    """Replace each code in turn by the nearest one for the scale that fits the other codes, if that reduces the error.
+
+    Five passes change `codes`. Returns the sums of weights * x * codes and weights * codes * codes.
+    """
+    for _ in range(5):
+        for value, weight, code in zip(x, weights, codes, strict=True):
+            lx, ll = sum_lx - weight * value * code, sum_ll - weight * code * code  # without this value
+            changed = np.clip(np.rint(value * ll / lx), lowest, largest)
+            is_possible = (lx > 0) & (ll > 0) & (changed != code)
+            lx, ll = lx + weight * value * changed, ll + weight * changed * changed
+            is_better = is_possible & (lx * lx * sum_ll > sum_lx * sum_lx * ll)
+            code[:] = np.where(is_better, changed, code)
+            sum_lx, sum_ll = np.where(is_better, lx, sum_lx), np.where(is_better, ll, sum_ll)
+    return sum_lx, sum_ll
 
 
 def total(values: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Quantise rows to llama.cpp's block types, bit-exactly as llama-quantize does, without or with an importance matrix.
 
-Without one, the gguf package quantises to blocks of 32. This module adds the super-block types Q4_K, Q5_K and Q6_K, and
-all types with an importance matrix. A super-block has 256 values in groups. The scale of a group is an integer multiple
+Without one, the gguf package quantises to blocks of 32. This module adds the super-block types Q3_K to Q6_K, and all
+types with an importance matrix. A super-block has 256 values in groups. The scale of a group is an integer multiple
 of one float16 step. Scales are found by search (fits.py).
 
 B super-blocks with G groups of N values each. Values are [N, G, B], so that a sum over N adds values one by one.
@@ -18,17 +18,28 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.formats.gguf.fits import SMALLEST, STEP, Floats, extreme, fit_affine, fit_multiples, fit_signed, total
+from models.formats.gguf.fits import (
+    SMALLEST,
+    STEP,
+    Floats,
+    extreme,
+    fit_affine,
+    fit_by_exchange,
+    fit_multiples,
+    fit_signed,
+    total,
+)
 
 Bytes = NDArray[np.uint8]
 
 VALUES_AT_ONCE = 2**18  # intermediate results stay in cache
 BLOCK = 32  # values of the shortest blocks
 LARGEST_SCALE = np.float32(63)  # of Q4_K and Q5_K; scales and minima begin at 0
+Q3_CODES, Q3_SCALES = np.float32(4), np.float32(32)  # codes of Q3_K: -4 to 3; scales: -32 to 31
 Q6_CODES, Q6_SCALES = np.float32(32), np.float32(128)  # codes of Q6_K: -32 to 31; scales: -128 to 127
 WEIGHTED_OFFSETS = np.float32(-0.9) + np.float32(0.05) * np.arange(37, dtype=np.float32)
 """The candidates of types with minima and an importance matrix."""
-FLOAT16_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+FLOAT16_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q3_K": (108,), "Q6_K": (208,)}
 """Byte offsets of the float16 numbers in a block. Other types have one, at offset 0."""
 
 
@@ -145,6 +156,40 @@ def _pack_six_bits(scales: Floats, minima: Floats) -> Bytes:
     return np.concatenate((*(first | last >> 4 << 6), last[0] & 15 | last[1] << 4)).T
 
 
+class ThreeBitSuperBlock:
+    """Q3_K: 16 groups of 16 values, each value is scale * code, both signed."""
+
+    def quantize(self, rows: Floats, importance: Floats | None) -> Bytes:
+        """Return the blocks [B, bytes]: third bits of the codes, low two bits, packed scales, and their step."""
+        x = _by_value(rows, 16)
+        if importance is None:
+            scales, codes = fit_by_exchange(x, x * x, Q3_CODES)
+            largest = extreme(scales)
+            inverse = -Q3_SCALES / largest
+            step = np.where(largest == 0, 0, 1 / inverse)
+            multiples = np.where(largest == 0, 0, np.minimum(np.rint(inverse * scales), Q3_SCALES - 1) + Q3_SCALES)
+        else:
+            squares = 2 * _sums_of_squares(rows.reshape(-1, QK_K)) / np.float32(QK_K)
+            weights = np.tile(_by_value(importance, 16), len(rows)) * np.sqrt(squares + x * x)
+            scales, codes = fit_signed(x, weights, Q3_CODES)
+            step, multiples = fit_signed(scales, weights.sum(0), Q3_SCALES)
+        rounded_step = step.astype(np.float16)
+        rounded = rounded_step.astype(np.float32) * (multiples - Q3_SCALES)
+        refitted = np.clip(np.rint(x / rounded), -Q3_CODES, Q3_CODES - 1) + Q3_CODES
+        eighths = _by_block(np.where(rounded == 0, codes, refitted)).reshape(-1, 8, 32)
+        third_bits = np.packbits(eighths >> 2, axis=1, bitorder="little")
+        quarters = (eighths & 3).reshape(-1, 2, 4, 32)  # [B, half, quarter of the half, value]
+        two_bits = np.bitwise_or.reduce(quarters << np.array([[0], [2], [4], [6]], np.uint8), axis=2)
+        return _joined(third_bits, two_bits, _pack_multiples(multiples), rounded_step[:, None].view(np.uint8))
+
+
+def _pack_multiples(multiples: Floats) -> Bytes:
+    """Return sixteen numbers of six bits [16, B] in 12 bytes [B, 12]: lower four bits, then upper two bits."""
+    numbers = multiples.astype(np.uint8)
+    upper = np.bitwise_or.reduce(numbers.reshape(4, 4, -1) >> 4 << np.array([[[0]], [[2]], [[4]], [[6]]], np.uint8))
+    return np.concatenate((numbers[:8] & 15 | numbers[8:] << 4, upper)).T
+
+
 class SignedSuperBlock:
     """Q6_K: 16 groups of 16 values, each value is scale * code, both signed."""
 
@@ -193,7 +238,8 @@ class ShortBlock:
         return _joined(factors.astype(np.float16).view(np.uint8), *fifth_bits, four_bits)
 
 
-SUPER_BLOCKS: dict[GGMLQuantizationType, AffineSuperBlock | SignedSuperBlock] = {
+SUPER_BLOCKS: dict[GGMLQuantizationType, AffineSuperBlock | ThreeBitSuperBlock | SignedSuperBlock] = {
+    GGMLQuantizationType.Q3_K: ThreeBitSuperBlock(),
     GGMLQuantizationType.Q4_K: AffineSuperBlock(np.float32(15), np.float32(-1), 21),
     GGMLQuantizationType.Q5_K: AffineSuperBlock(np.float32(31), np.float32(-0.5), 16),
     GGMLQuantizationType.Q6_K: SignedSuperBlock(),

@@ -21,7 +21,7 @@ STORED = {  # types that are not quantised
 # Types with symmetric codes and one scale per CODE_GROUP, which quantised layers use directly.
 CODE_BITS = {GGMLQuantizationType.Q8_0: 8, GGMLQuantizationType.Q4_0: 4}
 BLOCKS = tuple(
-    GGMLQuantizationType[name] for name in ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    GGMLQuantizationType[name] for name in ("Q4_1", "Q5_0", "Q5_1", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )  # quantised layers use these blocks directly
 SCALE_BYTES = 2  # float16, before a group's codes
 DEQUANTISED_AT_ONCE = 2**20  # values; keeps the gguf package's intermediate results small

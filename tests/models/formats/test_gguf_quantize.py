@@ -24,6 +24,7 @@ DIGESTS = {  # sha256 of ggml_quantize_chunk's output for `rows()` (libggml-base
     "Q5_0": "8bf78468e28b51798ef8848d9921629e749996168f1eed5c4d3f7656f529597c",
     "Q5_1": "316d66ec6998ace04076a1c8b3fd18f8c83ab415c604b0cc63389dba3361ce1e",
     "Q8_0": "7b2abc7746d4dcd037d382a603f22c40ae83f9772c8dcf26b2b2fb93c00d02e2",
+    "Q3_K": "5fc922847f5b27fb2e8d876bcfa85430f3b309f4f7d77146924158647cd8c7d9",  # libggml 0.20.2
     "Q4_K": "5bc8fef62c6bf37bb4ceaf1fb994063e695ab1117118b99c8846e6c8633b9872",
     "Q5_K": "ea2106a7f31cd9bfca007b30e545fdbda02e6225fdb65ccce31e66d443a3453e",
     "Q6_K": "0bcf698c93adf82216acf205ff3b32655772afc93240a8712029badb29ebbbdb",
@@ -34,6 +35,7 @@ WEIGHTED_DIGESTS = {  # of the same with the importance of `importance()`
     "Q5_0": "9bcdbea2daeb82db1fe05afcd321a720ef02a14433f0f815a45378c96d30455a",
     "Q5_1": "88561f6cbb7045ca9acaa0b6ad0f5082330d4c850a26f536b5653d8346236dde",
     "Q8_0": DIGESTS["Q8_0"],
+    "Q3_K": "8886eaa206214c4966ae65917e211aa2b1cf99266314a57843f3359ee22ceea7",  # libggml 0.20.2
     "Q4_K": "c7937bb9ae52b71c6797c2522df3752da5e82e5def334703fa34f372d605b45f",
     "Q5_K": "42fff4435c0e9ec85593a87eec5258dddb505d7ccb951de60ad2c4bfad04c7e9",
     "Q6_K": "24ab3e11909f8734ea06cf9e03315abeaf6a6e908d527da4ad7feec4df5792a0",
@@ -43,6 +45,7 @@ LETTERS = {
     "j": "Q5_1",
     "p": "Q5_0",
     "8": "Q8_0",
+    "3": "Q3_K",
     "4": "Q4_K",
     "5": "Q5_K",
     "6": "Q6_K",
@@ -94,7 +97,7 @@ def test_bytes_are_llama_cpps() -> None:
 
 def test_types_are_llama_quantizes() -> None:
     """Types by kind of tensor, one letter per layer, as llama-quantize wrote them. All other matrices have the first
-    type."""
+    type. Those of q3_k_m are from llama-quantize's source."""
     untied = {"token_embd.weight": (96, 256), "output.weight": (96, 256)}
     fused = {"attn_qkv": (384, 256), "attn_output": SQUARE, "ffn_up": (512, 256), "ffn_down": SQUARE}
     latent = {"attn_kv_b": SQUARE, "attn_output": (256, 160), "ffn_down": SQUARE}
@@ -116,6 +119,10 @@ def test_types_are_llama_quantizes() -> None:
         ("chatglm", 13, fused, untied, "q4_k_m", "4 output=6 attn_qkv=6446446446466 ffn_down=6446446446466"),
         ("deepseek2", 9, latent, untied, "q4_k_m", "4 output=6 attn_kv_b=644644666 attn_output=ppppppppp ffn_down=644644666"),
         ("llama", 3, short, {"output.weight": (96, 96)}, "q4_k_m", "4 output=8 attn_v=pp8 ffn_down=hhh"),
+        ("llama", 3, short | {"ffn_up": (96, 96)}, {}, "q3_k_m", "3 attn_v=jjp ffn_down=hhh ffn_up=ooo"),
+        ("llama", 33, ATTENTION | MLP, untied, "q3_k_m", f"3 output=6 attn_v=55{'4' * 31} attn_output={'4' * 33} ffn_down=55{'4' * 31}"),
+        ("llama", 80, ATTENTION | MLP, untied, "q3_k_m", f"3 output=6 attn_v={'5' * 80} attn_output={'4' * 80} ffn_down=55555{'4' * 75}"),
+        ("llama", 3, ATTENTION | EXPERTS, untied, "q3_k_m", f"3 output=6 {of_8_experts} attn_output=555 ffn_down_exps=444"),
     ):  # fmt: skip
         shapes = {f"blk.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in layer.items()}
         types = tensor_types(dtype, shapes | whole_names | {"blk.0.attn_norm.weight": (256,)}, architecture)
@@ -142,7 +149,7 @@ def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     floats = {name: tensor for opened in checkpoint.open_weights({}) for name, tensor in opened.read(opened.shapes)}
     name = "model.layers.1.mlp.gate_proj.weight"
     errors = {}
-    for dtype in ("q4_0", "q4_1", "q4_k_m", "q5_0", "q5_1", "q5_k_m", "q6_k", "q8_0"):
+    for dtype in ("q4_0", "q3_k_m", "q4_1", "q4_k_m", "q5_0", "q5_1", "q5_k_m", "q6_k", "q8_0"):
         write_gguf(checkpoint, file, dtype)
         reader = gguf.GGUFReader(file)
         assert reader.fields["general.file_type"].contents() == FILE_TYPES[dtype][1]
@@ -154,7 +161,7 @@ def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         gate = stored["blk.1.ffn_gate.weight"]
         np.testing.assert_array_equal(dequantised.numpy(), gguf.quants.dequantize(gate.data, gate.tensor_type))
         errors[dtype] = (dequantised - floats[name]).norm().item()
-    by_bits = [errors[dtype] for dtype in ("q4_0", "q4_k_m", "q5_0", "q5_k_m", "q6_k", "q8_0")]
+    by_bits = [errors[dtype] for dtype in ("q3_k_m", "q4_0", "q4_k_m", "q5_0", "q5_k_m", "q6_k", "q8_0")]
     assert by_bits == sorted(by_bits, reverse=True)
     assert caplog.messages[0] == (
         "q4_0: the rows of 2 tensors are not a multiple of the block size, so their type is F16 (the first is blk.0.ffn_down.weight)"
@@ -171,7 +178,7 @@ def test_values_beyond_a_scale_are_refused(tmp_path: Path) -> None:
     for value, named in ((1e9, "1e+09"), (torch.nan, "nan")):
         model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
         model.save_pretrained(tmp_path / "hf")
-        for dtype in ("q4_0", "q5_1", "q8_0", "q4_k_m", "q6_k"):
+        for dtype in ("q4_0", "q5_1", "q8_0", "q3_k_m", "q4_k_m", "q6_k"):
             with pytest.raises(
                 UserError, match=rf"blk.1.ffn_up.weight holds {named.replace('+', '.')}, which Q\d_\w cannot"
             ):

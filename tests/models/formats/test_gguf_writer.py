@@ -355,8 +355,8 @@ def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
         (
             LlamaForCausalLM,
             {},
-            "q3_k_m",
-            "dtype='q3_k_m' is not supported in GGUF: only float32, float16, bfloat16, q4",
+            "q2_k",
+            "dtype='q2_k' is not supported in GGUF: only float32, float16, bfloat16, q4",
         ),
         (
             Olmo2ForCausalLM,
