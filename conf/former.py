@@ -204,7 +204,12 @@ LLAMA_CPP = (
     Former(
         "llama-quantize",
         "task=convert convert.format=gguf convert.dtype=q4_k_m convert.output=FOLDER",
-        "floats, q4_0, q4_1, q5_0, q5_1, q8_0, q3_k_m, q4_k_m, q5_k_m and q6_k, without an importance matrix",
+        "floats, q4_0, q4_1, q5_0, q5_1, q8_0, q3_k_m, q4_k_m, q5_k_m and q6_k; --imatrix FILE is convert.imatrix=FILE",
+    ),
+    Former(
+        "llama-imatrix",
+        "quant=q4_k_m quant.method=imatrix calibrate.data=FILE.txt",
+        "keeps its file in outputs/imatrix",
     ),
     Former("llama-perplexity", "task=evaluate evaluate.data=FILE.txt"),
     Former("llama-bench", "task=bench"),

@@ -35,6 +35,7 @@ class QuantMethod(Enum):
     gptq = "gptq"  # arXiv 2210.17323
     awq = "awq"  # arXiv 2306.00978
     smoothquant = "smoothquant"  # arXiv 2211.10438
+    imatrix = "imatrix"  # llama.cpp's importance matrix
 
     @property
     def folds_scales(self) -> bool:
@@ -87,7 +88,8 @@ METHODS = {
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
     QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
-    **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (QuantMethod.rtn,)),
+    **dict.fromkeys((*BLOCKS, *MIXTURES), (QuantMethod.rtn, QuantMethod.imatrix)),
+    QuantScheme.auto: (QuantMethod.rtn,),
 }
 
 
@@ -180,6 +182,8 @@ class QuantConfig:
         False, only_with={"scheme": one_of(*WEIGHT_ONLY), "method": one_of(QuantMethod.rtn, QuantMethod.awq)}
     )
     """Search, on the calibration data, the range of each group with the smallest output error."""
+    imatrix: str | None = option(None, only_with={"method": one_of(QuantMethod.imatrix)})
+    """File with the importance matrix of the model; null: calibration collects it and keeps the file."""
     gptq: GptqConfig = option(factory=GptqConfig, only_with={"method": one_of(QuantMethod.gptq)})
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     bits: float | None = option(None, above=0, only_with=_AUTO)
@@ -222,7 +226,9 @@ class QuantConfig:
     def needs_calibration(self) -> bool:
         is_static = self.activations is Activations.static or self.has_static_kv_cache
         is_measured = self.scheme is QuantScheme.auto and self.plan is None
-        return self.method is not QuantMethod.rtn or is_static or self.auto_clip or is_measured
+        has_file = self.method is QuantMethod.imatrix and self.imatrix is not None
+        is_calibrated = self.method is not QuantMethod.rtn and not has_file
+        return is_calibrated or is_static or self.auto_clip or is_measured
 
     @property
     def finds_smoothing_alone(self) -> bool:
@@ -243,7 +249,7 @@ class CalibrateConfig:
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = option(None, minimum=1)
-    """Number of samples; null: 4 if calibration only smooths or with quant=auto, else 128.
+    """Number of samples; null: 4 if calibration only smooths or with quant=auto, 32 for imatrix, else 128.
 
     It only smooths with dynamic activations and without piecewise, shift and sparsity.
     """
@@ -260,6 +266,8 @@ class CalibrateConfig:
         samples, length = (4, 64) if quant.finds_smoothing_alone else (128, 512)
         if quant.scheme is QuantScheme.auto:
             samples, length = 4, 128
+        elif quant.method is QuantMethod.imatrix:
+            samples = 32
         return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
 
     @property

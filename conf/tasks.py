@@ -175,6 +175,7 @@ _DTYPES = {
     CheckpointFormat.sharded: _FLOATS,
     CheckpointFormat.gguf: tuple(ConvertDType),
 }
+_WEIGHTED = tuple(dtype for dtype in ConvertDType if dtype.is_of_gguf and dtype is not ConvertDType.q8_0)
 _SHARDED = {"format": one_of(CheckpointFormat.sharded)}
 
 
@@ -194,6 +195,8 @@ class ConvertConfig:
 
     A GGUF type such as q4_0 is the type of most matrices. llama-quantize's rules select the matrices with more bits.
     """
+    imatrix: str | None = option(None, only_with={"dtype": one_of(*_WEIGHTED)})
+    """File with an importance matrix of the model, as of quant.imatrix, for a GGUF type that uses it."""
     lora: str | None = option(None, form=(bool, "the folder of an adapter, or null"))
     """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
     max_shard_size: str = option(

@@ -50,6 +50,8 @@ class ActivationStats:
         self.hessian = Hessian(x.shape[1], x.device) if kept.hessian else None
         self._range = ActivationRange(x.shape[1], x.device) if kept.ranges else None
         self._squares = torch.zeros(x.shape[1], device=x.device) if kept.norms else None
+        self.num_rows = 0
+        """The number of tokens."""
         self._samples: list[Tensor] = []  # [some T, I] each
         self._shift: Tensor = torch.zeros(x.shape[1], device=x.device)
         self._scales: Tensor = torch.ones(x.shape[1], device=x.device)
@@ -57,6 +59,7 @@ class ActivationStats:
 
     def add(self, x: Tensor, num_samples: int) -> None:
         """Update the statistics with x [T, I], and keep about `num_samples` of its rows."""
+        self.num_rows += len(x)
         if self._range:
             self._range.add(x)
         if self._squares is not None:
@@ -81,8 +84,13 @@ class ActivationStats:
     @property
     def norms(self) -> Tensor:
         """Return the L2 norm of each channel, [I] float32, without any folds."""
+        return self.squares.sqrt()
+
+    @property
+    def squares(self) -> Tensor:
+        """Return the sum of squares of each channel, [I] float32, without any folds."""
         assert self._squares is not None
-        return self._squares.sqrt()
+        return self._squares
 
     @property
     def sample(self) -> Tensor:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -148,15 +149,24 @@ def _example_names(names: Iterable[str]) -> list[str]:
     return list({name.rpartition(".")[2]: name for name in reversed(list(names))}.values())
 
 
-def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
+def quantize_while_loading(
+    model: CausalLM, config: QuantConfig, importance: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, LinearScheme]:
     """Make the model's layers, which are on the meta device, quantise their float weights while they are loaded.
 
+    importance: mean square of each input channel, [I] by layer name, for quant.method=imatrix; layers in blocks use it.
     Returns the schemes by layer name. Raises UserError as `plan` does.
     """
     schemes = plan(model, config)
+    in_blocks = [name for name, scheme in schemes.items() if scheme.weights.kind.is_blocks]
+    if importance and (missing := [name for name in in_blocks if name not in importance]):
+        warn_once(
+            f"{len(missing)} of {len(in_blocks)} layers in blocks are quantised without importance, because the "
+            f"importance matrix has no entry for them ({missing[0]})"
+        )
     for name, scheme in schemes.items():
         layer = linear_layer(model, name)
-        layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
+        layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights, importance.get(name))
         layer.method = method_of(scheme, layout, layer.shape)
     if config.embedding is not None:
         _quantize_embedding(model, config.embedding)

@@ -175,26 +175,27 @@ def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, for
     return to_int8(ratio, *format.code_range).flatten(1)
 
 
-def quantize(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
+def quantize(weight: Tensor, format: WeightFormat, importance: Tensor | None = None) -> QuantizedWeight:
     """Return weight [O, I] as codes: the nearest ones, or blocks as llama.cpp makes them.
 
-    Raises UserError as `choose_scales` and `quantize_blocks` do.
+    importance: as for `quantize_blocks`; other formats do not use it. Raises UserError as `choose_scales` and `quantize_blocks` do.
     """
     if format.kind.is_blocks:
-        return quantize_blocks(weight, format.kind.name)
+        return quantize_blocks(weight, format.kind.name, importance)
     scales, zero_points = choose_scales(weight, format)
     return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)
 
 
-def quantize_blocks(weight: Tensor, kind: str) -> QuantizedWeight:
+def quantize_blocks(weight: Tensor, kind: str, importance: Tensor | None = None) -> QuantizedWeight:
     """Return weight [O, I] in blocks of the ggml type `kind`, with the bytes of llama-quantize.
 
-    The blocks divide the input channels. Raises UserError for values that are not finite or too large for the type.
+    The blocks divide the input channels. importance: mean square of each input channel, [I] float32, or None. Raises
+    UserError for values that are not finite or too large for the type.
     """
     from models.formats.gguf.quantize import quantize_tensor  # imported here: other formats do not need gguf
 
     try:
-        blocks = quantize_tensor(weight, kind)
+        blocks = quantize_tensor(weight, kind, importance)
     except OverflowError as error:
         raise UserError(f"a weight holds {error}: give a checkpoint without it, or skip this layer") from error
     return QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=kind)

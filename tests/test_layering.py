@@ -54,6 +54,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "gguf": (
         "models.formats.gguf.file_types",
         "models.formats.gguf.header",
+        "models.formats.gguf.imatrix",
         "models.formats.gguf.quantize",
         "models.formats.gguf.tensors",
         "models.formats.gguf.writer",

@@ -96,6 +96,8 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
         parts |= calibration_fingerprint(run.calibrate, run.quantize.format)
     if run.quant.plan is not None:
         parts["quant.plan"] = sha256_of(Path(run.quant.plan).expanduser())
+    if run.quant.imatrix is not None:
+        parts["quant.imatrix"] = sha256_of(Path(run.quant.imatrix).expanduser())
     parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
     parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
@@ -157,11 +159,11 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
-    """Return the settings as JSON values, without the path of a plan.
+    """Return the settings as JSON values, without the paths of a plan and of an importance matrix.
 
     `sparsity` is present only if it prunes, and a budget only if it is set, because files of older versions lack them.
     """
-    unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | {"plan"}
+    unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | {"plan", "imatrix"}
     unset |= set() if quant.sparsity.prunes else {"sparsity"}
     return {name: value for name, value in plain(asdict(quant)).items() if name not in unset}
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import (
@@ -12,6 +14,7 @@ from conf.quantization import (
     QuantScheme,
 )
 from models.causal_lm import CausalLM
+from models.config import ConfigReader
 from models.formats.base import CodedWeights, WeightFile
 from models.layers.linear import tied_embedding
 from pipelines.loading.model_source import ModelSource
@@ -29,13 +32,22 @@ from quantization.plan import (
 
 
 def choose_layer_formats(
-    model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]
+    model: CausalLM,
+    config: QuantConfig,
+    stored: StoredQuantization | None,
+    files: list[WeightFile],
+    checkpoint_config: ConfigReader,
 ) -> None:
     if stored is not None:
         _place_stored(model, config, stored, files)
     elif config.scheme is not QuantScheme.none:
         assert not config.needs_calibration
-        quantize_while_loading(model, config)
+        importance = dict[str, Tensor]()
+        if config.imatrix is not None:
+            from quantization.importance import read_importance  # imported here: other methods do not need gguf
+
+            importance = read_importance(config.imatrix, model, checkpoint_config.require("model_type", str))
+        quantize_while_loading(model, config, importance)
     if config.activations is Activations.auto:
         make_activations_auto(model)
 
@@ -43,6 +55,8 @@ def choose_layer_formats(
 def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    if config.imatrix is not None:
+        raise UserError(f"quant.imatrix={config.imatrix} is not used by a quantised checkpoint: give the float model")
     if config.embedding is not None:
         raise UserError(f"quant.embedding={config.embedding} is not used by a quantised checkpoint: leave it out")
     wanted = plan(model, config)

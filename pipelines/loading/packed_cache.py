@@ -20,9 +20,8 @@ from kernels import build
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from models.sharding import ParallelLayout
 from pipelines.jobs.output_folder import kept_folder
-from pipelines.loading.fingerprint import code_digest, file_fingerprint
+from pipelines.loading.fingerprint import code_digest, file_fingerprint, sha256_of
 from pipelines.loading.model_plan import ModelPlan
-from pipelines.loading.model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def load_packed(plan: ModelPlan, read: Callable[[], None]) -> None:
     if plan.device.type != "cpu":
         unused = f"model.keep_packed=true is not used by device={plan.device.type}"
         raise UserError(f"{unused}: leave it out, or give device=cpu")
-    path, identity = _place(plan), _identity(plan.source)
+    path, identity = _place(plan), _identity(plan)
     try:
         restore(plan.model, path, read_packed(path, identity), plan.dtype)
     except NotUsable as error:
@@ -70,9 +69,13 @@ def _place(plan: ModelPlan) -> Path:
     return kept_folder("packed") / f"{'-'.join(names)}.safetensors"
 
 
-def _identity(source: ModelSource) -> str:
-    """Return the digest of the checkpoint's files, and of the code that reads, quantises and packs them."""
-    files = file_fingerprint(source.checkpoint.path, "model")
+def _identity(plan: ModelPlan) -> str:
+    """Return the digest of the checkpoint's files, of the importance matrix, and of the code that reads, quantises and
+    packs them.
+    """
+    files = file_fingerprint(plan.source.checkpoint.path, "model")
+    if plan.quant.imatrix is not None:
+        files |= {"imatrix": sha256_of(Path(plan.quant.imatrix).expanduser())}
     return _digest({"files": files, "code": code_digest("*.py"), "torch": torch.__version__})
 
 

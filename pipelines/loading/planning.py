@@ -41,7 +41,7 @@ def plan_model(
         quant = resolve_mixture(quant, model, config.require("model_type", str))
     if quant.scheme is QuantScheme.auto:
         quant = resolve_plan(quant, model)
-    choose_layer_formats(model, quant, read_quantization(config, files, device), files)
+    choose_layer_formats(model, quant, read_quantization(config, files, device), files, config)
     static_cache = place_cache_scales(model, quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]
     if packed:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
+from models.formats.gguf.imatrix import read_imatrix
 from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.sentence_transformers import MODULES
@@ -42,7 +43,8 @@ def writer_of(config: ConvertConfig, conversion: Conversion) -> Write:
             stored = (
                 config.dtype.name if config.dtype is not ConvertDType.auto else stored_dtype(checkpoint.config, files)
             )
-            write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
+            imatrix = None if config.imatrix is None else read_imatrix(Path(config.imatrix).expanduser())
+            write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes, imatrix)
             return {}
         write_companions(checkpoint, folder, dtype)
         if (checkpoint.path / FOLDS).is_file():  # adapters need this file

@@ -1,6 +1,6 @@
 """The layout of a float weight that is quantised while it is loaded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ class FloatLayout:
     """[O, I]"""
     is_transposed: bool
     format: WeightFormat
+    importance: Tensor | None = field(default=None, compare=False)
+    """[I], for blocks: the mean square of each input channel."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape[::-1] if self.is_transposed else self.shape}
@@ -31,4 +33,4 @@ class FloatLayout:
         weight = tensors["weight"]
         if not weight.is_floating_point():
             raise UserError(f"weight is {weight.dtype}, expected floats to quantise")
-        return StoredWeight(quantize(weight.T if self.is_transposed else weight, self.format))
+        return StoredWeight(quantize(weight.T if self.is_transposed else weight, self.format, self.importance))

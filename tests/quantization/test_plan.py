@@ -25,6 +25,7 @@ from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
 from pipelines.loading.load_engine import load_engine
 from quantization.file_layout import file_layout
+from quantization.importance import find_places
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import IntMethod, method_of
@@ -50,13 +51,10 @@ def int8(**changes: Any) -> QuantConfig:
     return QuantConfig(QuantScheme.int8, **changes)
 
 
-def test_all_linear_layers_of_a_llama() -> None:
+def test_all_linear_layers_but_routers_and_weights_with_other_uses() -> None:
     schemes = plan(model_of("llama3"), int8())
     assert len(schemes) == 2 * 7 + 1
     assert set(schemes.values()) == {LinearScheme(WeightFormat(8))}
-
-
-def test_routers_and_weights_with_other_uses_stay_floats() -> None:
     names = linear_specs(model_of("mixtral"))
     assert "model.layers.0.block_sparse_moe.experts.3.w2" in names
     assert not [name for name in names if name.endswith("gate")]
@@ -240,3 +238,9 @@ def test_block_schemes_that_cannot_be_are_refused() -> None:
     for changes in ({"group_size": 32}, {"activations": Activations.auto}, {"method": QuantMethod.gptq}):
         with pytest.raises(UserError, match="quant.* not "):
             replace(mixture, **changes)
+    for scheme, remedy in ((QuantScheme.int4, "rtn, gptq or awq"), (QuantScheme.auto, "rtn")):
+        refused = f"quant.method=imatrix is not allowed with quant={scheme.name}: give {remedy}"
+        with pytest.raises(UserError, match=refused):
+            QuantConfig(scheme, QuantMethod.imatrix)
+    with pytest.raises(UserError, match=r"llama.cpp's names .* not known for model_type='opt': give quant.method=rtn"):
+        find_places(model_of("opt"), "opt")

@@ -25,6 +25,7 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
     "q5_k_m": (T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
     "q6_k": (T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
 }
+WITH_MINIMUM = {T.Q4_0: T.Q4_1, T.Q5_0: T.Q5_1}
 MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
 ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")  # as in the converter: routers, positions
 VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
@@ -33,14 +34,16 @@ SHORTER_BLOCKS = {T.Q3_K: T.Q4_0, T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, T]:
+def tensor_types(
+    dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture: str, has_importance: bool = False
+) -> dict[str, T]:
     """Return the type of each tensor, by llama.cpp's names.
 
-    `dtype`: one of FILE_TYPES. `shapes`: of all tensors, row length last. Vectors, routers and position tables are F32.
-    If a matrix has rows that are not a multiple of the block size, it gets a type with shorter blocks, or F16, and a
-    warning counts it.
+    `dtype`: one of FILE_TYPES. `shapes`: of all tensors, row length last. `has_importance`: with an importance matrix.
+    Vectors, routers and position tables are F32. If a matrix has rows that are not a multiple of the block size, it
+    gets a type with shorter blocks, or F16, and a warning counts it.
     """
-    matrices = MatrixTypes(FILE_TYPES[dtype][0], shapes, architecture)
+    matrices = MatrixTypes(FILE_TYPES[dtype][0], shapes, architecture, has_importance)
     chosen = {
         name: T.F32 if len(shape) == 1 or name.endswith(ALWAYS_FLOAT32) else matrices.type_of(name)
         for name, shape in shapes.items()
@@ -56,8 +59,10 @@ def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture
 class MatrixTypes:
     """The types of a file's matrices, without regard to row length."""
 
-    def __init__(self, base_type: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-        self._base_type = base_type
+    def __init__(
+        self, base_type: T, shapes: Mapping[str, tuple[int, ...]], architecture: str, has_importance: bool
+    ) -> None:
+        self._base_type, self._has_importance = base_type, has_importance
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
@@ -86,6 +91,8 @@ class MatrixTypes:
             return T.Q6_K
         if self._base_type is T.Q3_K and (is_value or is_down):
             return T.Q5_K if _layer_of(name) < (2 if is_value else self._num_layers // 16) else T.Q4_K
+        if self._has_importance and self._base_type in WITH_MINIMUM and is_down:
+            return WITH_MINIMUM[self._base_type] if _layer_of(name) < self._num_layers // 8 else self._base_type
         return T.Q4_K if self._base_type is T.Q3_K and name.endswith("attn_output.weight") else self._base_type
 
     def _is_sensitive(self, name: str) -> bool:

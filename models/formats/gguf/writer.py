@@ -20,8 +20,9 @@ from models.formats.base import Checkpoint
 from models.formats.gguf.config import END_TOKENS
 from models.formats.gguf.config_writer import add_config, architecture_of
 from models.formats.gguf.file_types import FILE_TYPES, tensor_types
+from models.formats.gguf.imatrix import ImportanceMatrix
 from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
-from models.formats.gguf.output_tensor import OutputTensor, converter_change
+from models.formats.gguf.output_tensor import OutputTensor, add_importance, converter_change
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.layers.rotary import llama3_factors
@@ -33,14 +34,18 @@ log = logging.getLogger(__name__)
 
 
 def write_gguf(
-    checkpoint: Checkpoint, file: Path, dtype: str, on_bytes: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    file: Path,
+    dtype: str,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    imatrix: ImportanceMatrix | None = None,
 ) -> None:
     """Write the model and its tokenizer to `file`. The file gets its name only when it is complete.
 
-    `dtype`: one of FILE_TYPES. Each tensor has the type and the bytes that llama-quantize gives it. A warning counts
-    tensors whose row length the type's block size does not divide. Calls `on_bytes(done, total)` after every tensor.
-    Raises UserError for a dtype, family, rotary scaling or tokenizer that GGUF does not support, and as load_weights
-    does.
+    `dtype`: one of FILE_TYPES. Each tensor has the type and the bytes that llama-quantize gives it, with `imatrix` if
+    given. A warning counts tensors whose row length the type's block size does not divide. Calls `on_bytes(done,
+    total)` after every tensor. Raises UserError for a dtype, family, rotary scaling or tokenizer that GGUF does not
+    support, for an importance matrix of another model, and as load_weights does.
     """
     if dtype not in FILE_TYPES:
         raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(FILE_TYPES)}")
@@ -58,15 +63,18 @@ def write_gguf(
             change = converter_change(name, architecture, LAYOUTS[model_type], shape)
             tensors[target] = OutputTensor(target, tuple(parameter.shape), change)
         tensors[target].sources.append(sources[name])
-    types = tensor_types(dtype, {name: tensor.shape for name, tensor in tensors.items()}, architecture)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    types = tensor_types(dtype, shapes, architecture, imatrix is not None)
     for name, tensor in tensors.items():
         tensor.type = types[name]
+    add_importance(tensors, imatrix)
     unfinished = file.with_name(f"{file.name}.partial")
     writer = GGUFWriter(unfinished, architecture)
     try:
         writer.add_file_type(FILE_TYPES[dtype][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         add_config(writer, model_type, shape)
+        _add_origin(writer, imatrix)
         _add_tokenizer(writer, checkpoint, shape.vocab_size)
         _write_tensors(writer, list(tensors.values()), _rotary_factors(shape), on_bytes)
         writer.close()
@@ -74,6 +82,17 @@ def write_gguf(
     finally:
         writer.close()
         unfinished.unlink(missing_ok=True)
+
+
+def _add_origin(writer: GGUFWriter, imatrix: ImportanceMatrix | None) -> None:
+    """Add the keys with which llama-quantize names the importance matrix, if any."""
+    if imatrix is None:
+        return
+    writer.add_string("quantize.imatrix.file", str(imatrix.path))
+    for dataset in imatrix.datasets[:1]:
+        writer.add_string("quantize.imatrix.dataset", dataset)
+    writer.add_uint32("quantize.imatrix.entries_count", len(imatrix.entries))
+    writer.add_uint32("quantize.imatrix.chunks_count", imatrix.num_chunks)
 
 
 def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:

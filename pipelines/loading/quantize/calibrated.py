@@ -2,11 +2,20 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig, QuantScheme
+from conf.quantization import (
+    Activations,
+    CalibrateConfig,
+    KVCacheFormat,
+    QuantConfig,
+    QuantizeConfig,
+    QuantMethod,
+    QuantScheme,
+)
 from conf.schema import ExpertPlacement, ParallelConfig, RunConfig, Sum
 from models.formats.manifest import MANIFEST
 from models.heads import HeadKind
@@ -41,6 +50,9 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
     if run.quant.scheme is QuantScheme.auto:
         made = find_or_make_plan(calibration_job(run), source, progress)
         return ReadyModel(source, run.model, replace(run.quant, bits=None, max_bytes=None, plan=str(made)))
+    if run.quant.method is QuantMethod.imatrix:
+        file = find_or_make_imatrix(calibration_job(run), source, progress)
+        return ReadyModel(source, run.model, replace(run.quant, imatrix=str(file)))
     folder = find_or_make(calibration_job(run), source, progress)
     log.warning("what runs is the calibrated model in %s", folder)
     found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
@@ -89,8 +101,20 @@ def find_or_make_plan(job: QuantizeJob, source: ModelSource, progress: ProgressS
     from pipelines.loading.quantize.sensitivity import write_auto_plan  # here, because other runs do not measure
 
     target = kept_folder("plans") / f"{job.default_target(source).name}.yaml"
+    return _find_or_write(target, lambda: write_auto_plan(job, source, prepare_device(job.device), target, progress))
+
+
+def find_or_make_imatrix(job: QuantizeJob, source: ModelSource, progress: ProgressSink) -> Path:
+    """Return the file with the importance matrix of `source`. Makes it if it does not exist."""
+    from pipelines.loading.quantize.importance import write_importance  # here, because other runs do not collect it
+
+    target = job.imatrix_target(source)
+    return _find_or_write(target, lambda: write_importance(job, source, prepare_device(job.device), target, progress))
+
+
+def _find_or_write(target: Path, write: Callable[[], None]) -> Path:
     if not target.is_file():
         with only_maker(target):
             if not target.is_file():  # another process may have made it meanwhile
-                write_auto_plan(job, source, prepare_device(job.device), target, progress)
+                write()
     return target

@@ -72,10 +72,17 @@ class QuantizeJob:
 
     def default_target(self, source: ModelSource) -> Path:
         """Return a folder whose name identifies weights, quantisation and calibration."""
-        digest = hashlib.sha256(dumps(self.identity(source)).encode()).hexdigest()
-        path, quant = self.model.path, self.quant
-        name = Path(path).resolve().name if Path(path).exists() else path.replace("/", "_")
+        quant = self.quant
         cache = f"-kv_{quant.kv_cache.name}" if quant.has_static_kv_cache else ""
         pruning = f"-{quant.sparsity.method.name}" if quant.sparsity.prunes else ""
-        how = f"{quant.scheme.name}-{quant.method.name}{pruning}{cache}"
-        return kept_folder("quantized") / f"{name}-{how}-{digest[:12]}"
+        return kept_folder("quantized") / self._name(source, f"{quant.scheme.name}-{quant.method.name}{pruning}{cache}")
+
+    def imatrix_target(self, source: ModelSource) -> Path:
+        """Return a file whose name identifies weights and calibration texts. All block schemes share it."""
+        of_floats = replace(self, quant=QuantConfig())
+        return kept_folder("imatrix") / f"{of_floats._name(source, 'imatrix')}.gguf"
+
+    def _name(self, source: ModelSource, how: str) -> str:
+        digest, path = hashlib.sha256(dumps(self.identity(source)).encode()).hexdigest(), self.model.path
+        name = Path(path).resolve().name if Path(path).exists() else path.replace("/", "_")
+        return f"{name}-{how}-{digest[:12]}"

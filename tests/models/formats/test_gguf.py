@@ -251,7 +251,7 @@ def test_split_files(tmp_path: Path) -> None:
         opened(alone)
 
 
-def test_split_files_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_split_files_that_do_not_belong_together_or_hold_a_tensor_twice(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM)
     files = write_split(tmp_path, 2, **{"split.no": 1})
     with pytest.raises(UserError, match=r"big-00001-of-00002.gguf has split.no=1 and split.count=2"):
@@ -260,9 +260,6 @@ def test_split_files_that_do_not_belong_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"part.gguf has split.no=1 and split.count=2, which its name contradicts"):
         opened(renamed)
 
-
-def test_a_tensor_in_two_of_the_files(tmp_path: Path) -> None:
-    write_model(tmp_path, LlamaForCausalLM)
     files = write_split(tmp_path, 2)
     writer = gguf.GGUFWriter(files[1], "llama")
     writer.add_uint16("split.no", 1)

@@ -137,6 +137,10 @@ def test_types_are_llama_quantizes() -> None:
                 dtype,
                 name,
             )
+    down = {f"blk.{i}.ffn_down.weight": SQUARE for i in range(17)}
+    for dtype, first, rest in (("q4_0", "Q4_1", "Q4_0"), ("q5_0", "Q5_1", "Q5_0"), ("q4_1", "Q4_1", "Q4_1")):
+        chosen = tensor_types(dtype, down, "llama", has_importance=True).values()
+        assert [kind.name for kind in chosen] == [first] * 2 + [rest] * 15
 
 
 def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
+from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig
 from conf.schema import DType, RunConfig, Weights
 from pipelines.tasks.quantize import run_quantize
 from tests.helpers.builders import engine_of
@@ -180,8 +180,3 @@ def test_unknown_configs(change: dict[str, Any], message: str, run: RunConfig, t
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         engine_of(tmp_path / "made")
-
-
-def test_an_alpha_that_a_search_would_not_use() -> None:
-    with pytest.raises(UserError, match="quant.smooth.alpha=0.8 is not allowed with quant.smooth.piecewise=true"):
-        SmoothConfig(alpha=0.8, piecewise=True)

@@ -1,0 +1,71 @@
+"""The importance matrix of a model: llama.cpp's entries by linear layer, for block types."""
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.formats.gguf.imatrix import read_imatrix
+from models.formats.gguf.names import LAYOUTS
+from models.layers.linear import tied_embedding
+from models.linear_layers import linear_specs
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a linear layer in an importance matrix."""
+
+    name: str
+    """llama.cpp's name of the weight."""
+    row: int
+    """The expert's number; 0 for a layer outside of experts."""
+
+
+def find_places(model: CausalLM, model_type: str) -> dict[str, Place]:
+    """Return the places of the linear layers that may be quantised, by name.
+
+    The head of a model with tied embeddings has the name of the embedding. Raises UserError for an architecture that
+    llama.cpp's names are not known for.
+    """
+    if model_type not in LAYOUTS:
+        raise UserError(
+            f"quant.method=imatrix needs llama.cpp's names of tensors, which are not known for model_type={model_type!r}: "
+            "give quant.method=rtn"
+        )
+    tied = {model.layout.head: model.layout.embedding} if tied_embedding(model.head) is not None else {}
+    places, num_rows = dict[str, Place](), Counter[str]()
+    for layer in linear_specs(model):
+        name = LAYOUTS[model_type].llama_cpp_name(f"{tied.get(layer, layer)}.weight")
+        places[layer] = Place(name, num_rows[name])
+        num_rows[name] += 1
+    return places
+
+
+def read_importance(file: str, model: CausalLM, model_type: str) -> dict[str, Tensor]:
+    """Return the importance of the model's linear layers that have an entry in the file, float32 [I] by name.
+
+    Raises UserError as `find_places`, `read_imatrix` and `ImportanceMatrix.match` do.
+    """
+    places, specs = find_places(model, model_type), linear_specs(model)
+    num_rows = Counter(place.name for place in places.values())
+    shapes = {place.name: (num_rows[place.name], specs[layer].shape[1]) for layer, place in places.items()}
+    others = _names_of_floats(model, model_type)
+    entries = read_imatrix(Path(file).expanduser()).match(shapes, others)
+    return {
+        layer: torch.from_numpy(entries[place.name][place.row])
+        for layer, place in places.items()
+        if place.name in entries
+    }
+
+
+def _names_of_floats(model: CausalLM, model_type: str) -> frozenset[str]:
+    names = set[str]()
+    for layer in linear_specs(model, quantizable=False):
+        with suppress(StopIteration):  # GGUF files have no MTP layer
+            names.add(LAYOUTS[model_type].llama_cpp_name(f"{layer}.weight"))
+    return frozenset(names)
