@@ -115,9 +115,9 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
     try:
         # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` added.
         plain = cast(dict[str, Any], OmegaConf.to_container(config))
-        own = Task[str(getattr(plain["task"], "name", plain["task"]))]
-        for task in set(swept or ()) - {own.name}:
-            if not (own.reads_rows and task == Task.predict.name):
+        job_task = Task[str(getattr(plain["task"], "name", plain["task"]))]
+        for task in set(swept or ()) - {job_task.name}:
+            if not (job_task.reads_rows and task == Task.predict.name):
                 _drop_section(plain, task)
         run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain)))
     except OmegaConfBaseException as error:
@@ -185,8 +185,8 @@ def _unknown_name(text: str) -> str | None:
         name, folder = config.groups()
         files = sorted(file.stem for file in Path(folder).glob("*.yaml"))
         remedy = "give --config-path the folder of a run, which has a config.yaml"
-        found = list_known_names(files, name) if files else remedy
-        return f"{folder} has no {name}.yaml: {found}"
+        hint = list_known_names(files, name) if files else remedy
+        return f"{folder} has no {name}.yaml: {hint}"
     return None
 
 
@@ -213,12 +213,12 @@ def _groups(arguments: list[str]) -> str:
 
     Hydra's own list would include the schema group.
     """
-    own, _ = _folder_flag(arguments, "-cd", "--config-dir")
-    found: dict[str, set[str]] = {}
-    for folder in filter(None, (CONF, own)):
+    config_dir, _ = _folder_flag(arguments, "-cd", "--config-dir")
+    options_by_group: dict[str, set[str]] = {}
+    for folder in filter(None, (CONF, config_dir)):
         for file in folder.glob("*/*.yaml"):
-            found.setdefault(file.parent.name, set()).add(file.stem)
-    return "".join(f"  {group}: {', '.join(sorted(names))}\n" for group, names in sorted(found.items()))
+            options_by_group.setdefault(file.parent.name, set()).add(file.stem)
+    return "".join(f"  {group}: {', '.join(sorted(names))}\n" for group, names in sorted(options_by_group.items()))
 
 
 def version() -> str:
@@ -258,7 +258,9 @@ def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = N
         GlobalHydra.instance().hydra = None
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
-                quoted = [_quote(each) if each.startswith(REVISION) else each for each in checked(overrides)]
+                quoted = [
+                    _quote(override) if override.startswith(REVISION) else override for override in checked(overrides)
+                ]
                 config = compose("config", overrides=quoted)
         except CONFIG_ERRORS as error:
             raise UserError(explain(error)) from error

@@ -184,7 +184,7 @@ class _Option(NamedTuple):
 
 @functools.cache
 def _options(config: type) -> dict[str, _Option]:
-    return {each.name: _prepared(each, {other.name for other in fields(config)}) for each in fields(config)}
+    return {field.name: _prepared(field, {other.name for other in fields(config)}) for field in fields(config)}
 
 
 def _prepared(field: Field[Any], names: set[str]) -> _Option:
@@ -273,7 +273,7 @@ def _check_choice(
     value: Any, key: str, table: Mapping[Any, tuple[Any, ...]], _by: _Option, actual: Any, other: str
 ) -> None:
     if value is not None and actual is not None and value not in table[actual]:
-        others = [typed(each) for each, allowed in table.items() if value in allowed]
+        others = [typed(choice) for choice, allowed in table.items() if value in allowed]
         what = f"{key}={typed(value)} is not allowed with {other}={typed(actual)}"
         remedy = f"give {_or(map(typed, table[actual]))}, or {other}={_or(others)}"
         raise UserError(f"{what}: {remedy}", ErrorCode.excludes, key)
@@ -314,9 +314,9 @@ def _changed(key: str, value: Any, unset: Any) -> tuple[str, Any, Any]:
     """Return key, value and default of the first changed setting of a config; another setting unchanged."""
     if not is_dataclass(value):
         return key, value, unset
-    pairs = ((name, each, getattr(unset, name)) for name, each in vars(value).items())
-    name, each, default = next(pair for pair in pairs if pair[1] != pair[2])
-    return _changed(f"{key}.{name}", each, default)
+    pairs = ((name, field_value, getattr(unset, name)) for name, field_value in vars(value).items())
+    name, field_value, default = next(pair for pair in pairs if pair[1] != pair[2])
+    return _changed(f"{key}.{name}", field_value, default)
 
 
 def typed(value: object) -> str:

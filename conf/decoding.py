@@ -298,24 +298,24 @@ class DecodeConfig:
         Raises UserError for unknown names and wrong types.
         """
         hints = get_type_hints(DecodeConfig)
-        given = dict(values)
+        settings = dict(values)
         for name, value in values.items():
             if name not in hints:
                 what = f"decode.{shortened(name)} does not exist: {list_known_names(list(hints), name)}"
                 raise UserError(what, ErrorCode.unknown_name, f"decode.{shortened(name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
-                given[name] = value = [value]
+                settings[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON keys are always strings
-                given[name] = value = {_token_id(key): bias for key, bias in value.items()}
+                settings[name] = value = {_token_id(key): bias for key, bias in value.items()}
             if name == "speculate":
-                given[name] = value = speculate_named(value)
+                settings[name] = value = speculate_named(value)
             if name == "speculation":
-                given[name] = value = speculation_of(self.speculation, value)
+                settings[name] = value = speculation_of(self.speculation, value)
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
                 what = f"decode.{name}={shortened(repr(value))} is not of type {expected}"
                 raise UserError(what, ErrorCode.wrong_type, f"decode.{name}")
-        return replace(self, **given)
+        return replace(self, **settings)
 
 
 def _token_id(key: object) -> object:

@@ -44,13 +44,13 @@ def check(holds: bool, key: str, value: object, allowed: str, code: ErrorCode = 
         raise UserError(f"{key}={shortened(str(value))} is not allowed: give {allowed}", code, key)
 
 
-def list_known_names(names: Collection[str], given: str) -> str:
-    """Return the end of an error about an unknown name: all names, and the name closest to `given`."""
-    return f"there are {', '.join(names)}{did_you_mean(names, given)}"
+def list_known_names(names: Collection[str], unknown_name: str) -> str:
+    """Return the end of an error about an unknown name: all names, and the name closest to `unknown_name`."""
+    return f"there are {', '.join(names)}{did_you_mean(names, unknown_name)}"
 
 
-def did_you_mean(names: Collection[str], given: str) -> str:
-    """Return ": did you mean NAME?" if a name resembles `given`, else an empty text."""
+def did_you_mean(names: Collection[str], unknown_name: str) -> str:
+    """Return ": did you mean NAME?" if a name resembles `unknown_name`, else an empty text."""
     import difflib  # imported here, because only errors need it
 
-    return "".join(f": did you mean {name}?" for name in difflib.get_close_matches(given, names, n=1))
+    return "".join(f": did you mean {name}?" for name in difflib.get_close_matches(unknown_name, names, n=1))

@@ -32,7 +32,7 @@ def prepared(schema: Any) -> Any:
     for any other number that is not exact.
     """
     if isinstance(schema, list):
-        return [prepared(each) for each in schema]
+        return [prepared(subschema) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {}
@@ -46,7 +46,7 @@ def prepared(schema: Any) -> Any:
         if keyword in (*LITERALS, *BOUNDS, "multipleOf"):
             _check_exact(keyword, value)
         elif keyword in BY_NAME and isinstance(value, dict):
-            value = {name: prepared(each) for name, each in value.items()}
+            value = {name: prepared(subschema) for name, subschema in value.items()}
         elif keyword not in DATA:
             value = prepared(value)
         kept[keyword] = value
@@ -56,8 +56,8 @@ def prepared(schema: Any) -> Any:
 def _check_exact(keyword: str, value: Any) -> None:
     """Raise UserError for an integer, at any depth, that is not exact as a 64-bit float and as a 64-bit integer."""
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_exact(keyword, each)
+        for element in value.values() if isinstance(value, dict) else value:
+            _check_exact(keyword, element)
     if isinstance(value, int) and not (-(2**63) <= value < 2**64 and int(float(value)) == value):
         raise UserError(
             f"the JSON schema has {keyword} {shortened(str(value))}, which no 64-bit float holds, so that another number would be "

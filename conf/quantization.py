@@ -210,10 +210,10 @@ class QuantConfig:
         if self.skip and self.scheme is QuantScheme.none and not self.sparsity.prunes:
             raise unused("quant.skip", self.skip, [], "quant=none", "another quant, or a quant.sparsity.method")
         budgets = {"bits": self.bits, "max_bytes": self.max_bytes, "plan": self.plan}
-        given = [f"quant.{name}={value}" for name, value in budgets.items() if value is not None]
-        if len(given) > 1:
+        chosen_budgets = [f"quant.{name}={value}" for name, value in budgets.items() if value is not None]
+        if len(chosen_budgets) > 1:
             raise UserError(
-                f"quant.bits: quant=auto has {' and '.join(given)}: give one of quant.bits, quant.max_bytes and quant.plan",
+                f"quant.bits: quant=auto has {' and '.join(chosen_budgets)}: give one of quant.bits, quant.max_bytes and quant.plan",
                 ErrorCode.excludes,
                 "quant.bits",
             )

@@ -236,7 +236,7 @@ class ParallelConfig:
 
 
 def _is_memory(size: str) -> bool:
-    return size == "auto" or num_bytes(size, whole=2**60) > 0
+    return size == "auto" or num_bytes(size, total=2**60) > 0
 
 
 @dataclass

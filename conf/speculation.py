@@ -113,7 +113,7 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
         wrong = f"decode.speculation={shortened(repr(value))} is not allowed: give {{NAME: VALUE, ...}}"
         raise UserError(wrong, ErrorCode.wrong_type, "decode.speculation")
     kinds = {field.name: type(getattr(SpeculationConfig(), field.name)) for field in fields(SpeculationConfig)}
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, setting in value.items():
         dotted = f"decode.speculation.{shortened(str(name))}"
         if name not in kinds:
@@ -126,8 +126,8 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
         if type(setting) is not kinds[name]:
             what = f"{dotted}={shortened(repr(setting))} is not of type {kinds[name].__name__}"
             raise UserError(what, ErrorCode.wrong_type, dotted)
-        given[name] = setting
-    return replace(known, **given)
+        settings[name] = setting
+    return replace(known, **settings)
 
 
 def _member(options: type[Enum], dotted: str, value: object) -> Any:

@@ -12,7 +12,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def escape_control_chars(text: str) -> str:
     r"""Replace control characters by escapes, as in `\x1b[31m`."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def escape_line(text: str) -> str:

@@ -28,8 +28,12 @@ def fit_scales(
     low, high = groups.amin((2, 3)), groups.amax((2, 3))  # [O, G]
     best: list[Tensor] = []  # scales, zero points and errors
     for scale, zero in _candidates(-low > high, torch.maximum(-low, high), is_symmetric, scale_dtype):
-        found = [scale, zero, _squared_error(groups, scale, zero)]
-        best = [torch.where(found[2] < best[2], *pair) for pair in zip(found, best, strict=True)] if best else found
+        candidate = [scale, zero, _squared_error(groups, scale, zero)]
+        best = (
+            [torch.where(candidate[2] < best[2], *pair) for pair in zip(candidate, best, strict=True)]
+            if best
+            else candidate
+        )
     return best[0], (best[1][:, :0] if is_symmetric else best[1]).to(torch.int8)
 
 

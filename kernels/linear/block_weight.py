@@ -263,9 +263,9 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
         shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
         parts.append((steps << shifts).sum(4, dtype=torch.uint8))
     numbers = []
-    for each in (rows.factors.half(), rows.scales):
-        padded = functional.pad(each, (0, 0, 0, missing)).unflatten(1, (tiles, TILE))  # [parts, tiles, 16, B or G]
-        in_blocks = padded.unflatten(3, (num_blocks, each.shape[2] // num_blocks)).permute(1, 3, 0, 4, 2)
+    for scales in (rows.factors.half(), rows.scales):
+        padded = functional.pad(scales, (0, 0, 0, missing)).unflatten(1, (tiles, TILE))  # [parts, tiles, 16, B or G]
+        in_blocks = padded.unflatten(3, (num_blocks, scales.shape[2] // num_blocks)).permute(1, 3, 0, 4, 2)
         numbers.append(in_blocks.contiguous().view(torch.uint8).flatten(2))  # [tiles, B, bytes]
     if kind.scale_bits == 6:
         numbers[1] = _pack_six_bits((numbers[1] + SCALE_OFFSET).unflatten(2, (4, -1))).flatten(2)

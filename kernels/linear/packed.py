@@ -248,8 +248,8 @@ def _check_grouped(x: Activations, weights: WeightGroup, starts: Tensor, ups: We
         return
     _check(x, [first, ups.first], [None, None])
     if (len(ups.weights), ups.first.num_outputs) != (count, first.num_outputs):
-        gates, others = (f"{len(each.weights)} of {each.first.num_outputs} outputs" for each in (weights, ups))
-        raise ValueError(f"gates {gates} beside {others}")
+        gate_text, up_text = (f"{len(group.weights)} of {group.first.num_outputs} outputs" for group in (weights, ups))
+        raise ValueError(f"gates {gate_text} beside {up_text}")
 
 
 def _grouped_matmul(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:

@@ -319,8 +319,8 @@ def _rows(
     if x_scales is not None:
         x_scale = x_scales + m * x_scale_stride
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
-    each = tl.cdiv(chunks, splits)
-    first = tl.program_id(1) * each
+    chunks_per_split = tl.cdiv(chunks, splits)
+    first = tl.program_id(1) * chunks_per_split
     result = multiply_rows(
         0,
         x + m.to(tl.int64) * x_stride,
@@ -331,7 +331,7 @@ def _rows(
         zero_points,
         n,
         first,
-        tl.minimum(first + each, chunks),
+        tl.minimum(first + chunks_per_split, chunks),
         outputs,
         inputs,
         CHUNK,

@@ -270,7 +270,7 @@ def test_errors_of_constraints_say_value_limit_and_remedy() -> None:
     [("1GB", 10**9), ("512MB", 512 * 10**6), ("0.5GiB", 2**29), ("512 mib", 2**29), ("4096", 4096), ("0.25", 250), ("1", 1)],
 )  # fmt: skip
 def test_sizes_have_units_or_are_shares_of_a_whole(size: str, expected: int) -> None:
-    assert num_bytes(size, whole=1000) == expected
+    assert num_bytes(size, total=1000) == expected
     assert DeviceConfig(kv_cache_memory=size).kv_cache_memory == size
 
 
