@@ -96,7 +96,7 @@ def read_adapter(
             if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
                 remedy = "download the adapter again, or give a wider model.dtype"
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
-            factors[name] = Factors(*layer.own(a, b), settings.scale(module))
+            factors[name] = Factors(*layer.slice_factors(a, b), settings.scale(module))
         return Adapter(digest.result(), factors)
 
 

@@ -32,15 +32,15 @@ def gather_on_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     return joined.view(-1, *transposed.shape[1:]).movedim(0, shard.axis).contiguous()
 
 
-def scatter_from_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
+def scatter_from_first(full_matrix: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return this rank's part of a matrix that rank 0 holds whole. Every rank of the group calls it.
 
-    whole: the matrix on rank 0. On other ranks only its shape is read.
+    full_matrix: the matrix on rank 0. On other ranks only its shape is read.
     part: any tensor of the rank's current part; it defines the dtype and device.
     shard: as in `gather_on_first`.
     """
-    rows, columns = whole.shape
-    piece = whole if group.rank == 0 else part.new_empty(rows, 0)
+    rows, columns = full_matrix.shape
+    piece = full_matrix if group.rank == 0 else part.new_empty(rows, 0)
     matrix = group.gather(piece, (columns, *(0,) * (group.size - 1)))
     return (
         matrix if shard is None else slice_shard(matrix, shard).clone()

@@ -61,16 +61,16 @@ def read_version(config: ConfigReader) -> int:
         f"tokenizer_class={tokenizer}": 2 if tokenizer == "BaichuanTokenizer" else None,
         "z_loss_weight": 2 if config.raw("z_loss_weight") is not None else None,
     }
-    found = {sign: version for sign, version in signs.items() if version is not None}
-    if len(set(found.values())) > 1:
-        texts = (f"{sign} is of Baichuan {version}" for sign, version in found.items())
+    versions = {sign: version for sign, version in signs.items() if version is not None}
+    if len(set(versions.values())) > 1:
+        texts = (f"{sign} is of Baichuan {version}" for sign, version in versions.items())
         raise UserError(f"config.json contradicts itself: {', '.join(texts)}: take out what does not belong there")
-    if not found:
+    if not versions:
         log.warning(
             "config.json does not say of which Baichuan it is: taken for Baichuan 1, whose head is not normalised "
             '(for Baichuan 2 add "tokenizer_class": "BaichuanTokenizer")'
         )
-    return next(iter(found.values()), 1)
+    return next(iter(versions.values()), 1)
 
 
 def read_config(config: ConfigReader) -> BaichuanConfig:
@@ -122,7 +122,7 @@ class Attention(Module):
             kv_store(key, value, *cache, batch.slots)
         else:
             query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
-        slopes = None if self.slopes is None else self.heads.own(self.slopes.on(query.device))
+        slopes = None if self.slopes is None else self.heads.slice_queries(self.slopes.on(query.device))
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.o_proj(attended, batch)
 

@@ -70,7 +70,7 @@ class Attention(Module):
         fused = self.query_key_value(x, batch).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=self.heads.own(slopes))
+        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=self.heads.slice_queries(slopes))
         return self.dense(attended, batch)
 
 

@@ -88,7 +88,7 @@ class Attention(decoder.Attention):
         query = self.q_norm(query.flatten(1)).unflatten(-1, (-1, self.head_dim))  # [T, H, D] of all ranks
         key = self.k_norm(key.flatten(1)).unflatten(-1, (-1, self.head_dim))  # [T, G, D] of all ranks
         query = query.narrow(1, heads.first, heads.num_attention_heads)
-        return rope_and_store(query, heads.own_keys(key, 1), value, *angles, *cache, batch.slots)
+        return rope_and_store(query, heads.slice_keys(key, 1), value, *angles, *cache, batch.slots)
 
 
 class MoE(Module):

@@ -51,10 +51,10 @@ def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: i
     """Read the rotary settings without the query scaling and the copy of the context length."""
     scaling = _scaling(config)
     scaling.expect("max_position_embeddings", (max_position_embeddings, None), None)
-    own = ("llama_4_scaling_beta", "max_position_embeddings")
-    rest = {key: value for key, value in scaling.values.items() if key not in own}
+    ministral_keys = ("llama_4_scaling_beta", "max_position_embeddings")
+    rope_parameters = {key: value for key, value in scaling.values.items() if key not in ministral_keys}
     outer = {key: config.raw(key) for key in ("rope_theta", "rope_scaling")}
-    reader = ConfigReader(outer | {"rope_parameters": rest}, "config.json")
+    reader = ConfigReader(outer | {"rope_parameters": rope_parameters}, "config.json")
     return read_rotary_config(reader, head_dim, max_position_embeddings)
 
 

@@ -57,7 +57,7 @@ class Attention(decoder.Attention):
         query = self.q_norm(query.flatten(1)).view(query.shape)
         key = self.k_norm(key.flatten(1)).view(key.shape)
         query = query.narrow(1, heads.first, heads.num_attention_heads)  # [T, H, D]
-        key = heads.own_keys(key, 1)  # [T, G, D]
+        key = heads.slice_keys(key, 1)  # [T, G, D]
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 

@@ -40,7 +40,7 @@ def _read_turns(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     turns = config.raw("no_rope_layers")
     if turns is None:
         return tuple(i % interval != 0 for i in range(1, num_layers + 1))
-    if not isinstance(turns, list) or len(turns) != num_layers or any(each not in (0, 1) for each in turns):
+    if not isinstance(turns, list) or len(turns) != num_layers or any(flag not in (0, 1) for flag in turns):
         raise UserError(f"config.json: no_rope_layers={turns!r} is not {num_layers} times 0 or 1")
     return tuple(map(bool, turns))
 

@@ -41,7 +41,7 @@ class Heads:
         """The numbers of query, key and value heads in a fused projection."""
         return self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
 
-    def own(self, values: Tensor) -> Tensor:
+    def slice_queries(self, values: Tensor) -> Tensor:
         """Return the entries of these query heads from a tensor with one entry per query head of the whole layer."""
         return values.narrow(0, self.first, self.num_attention_heads)
 
@@ -56,8 +56,8 @@ class Heads:
         query = groups[:, :, :-2].flatten(1, 2)[:, first : first + self.num_attention_heads]
         return query, groups[:, :, -2], groups[:, :, -1]
 
-    def own_keys(self, values: Tensor, axis: int) -> Tensor:
-        """Return the entries of these key heads along `axis`, as `own` does for query heads."""
+    def slice_keys(self, values: Tensor, axis: int) -> Tensor:
+        """Return the entries of these key heads along `axis`, as `slice_queries` does for query heads."""
         return values.narrow(axis, self.first_key, self.num_key_value_heads)
 
 

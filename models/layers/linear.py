@@ -163,13 +163,13 @@ class MergedLinear:
         self.layers = tuple(parts.values())
         self._weights: list[PackedWeight] = []  # on a CPU
         self._biases: list[Tensor | None] = []
-        self._whole: LinearMethod | None = None  # on a GPU
-        self._whole_bias: Tensor | None = None
+        self._joined: LinearMethod | None = None  # on a GPU
+        self._joined_bias: Tensor | None = None
         self._outputs: list[slice] = []
 
     @property
     def is_merged(self) -> bool:
-        return bool(self._weights) or self._whole is not None
+        return bool(self._weights) or self._joined is not None
 
     def merge(self) -> None:
         """Prepare the single call, after all weights are loaded.
@@ -188,27 +188,27 @@ class MergedLinear:
             self._biases = [layer.bias for layer in self.layers]
             return
         has_bias = {layer.bias is not None for layer in self.layers}
-        whole = gpu_weight.join([part for part in parts if part is not None]) if len(has_bias) == 1 else None
-        if whole is None:
+        joined = gpu_weight.join([part for part in parts if part is not None]) if len(has_bias) == 1 else None
+        if joined is None:
             return
-        self._whole = methods[0].with_weight(whole)
+        self._joined = methods[0].with_weight(joined)
         biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
-        self._whole_bias = torch.cat(biases) if biases else None
+        self._joined_bias = torch.cat(biases) if biases else None
         start = 0
         for layer in self.layers:
             outputs = slice(start, start + layer.shape[0])
-            layer.method = self._whole.slice_outputs(outputs)
-            if self._whole_bias is not None:
-                layer.bias = nn.Parameter(self._whole_bias[outputs], requires_grad=False)
+            layer.method = self._joined.slice_outputs(outputs)
+            if self._joined_bias is not None:
+                layer.bias = nn.Parameter(self._joined_bias[outputs], requires_grad=False)
             self._outputs.append(outputs)
             start = outputs.stop
         torch.cuda.empty_cache()  # else small weights fragment the freed memory
 
     def __call__(self, x: Activations, batch: Batch | None) -> Sequence[Tensor]:
         """Return the outputs [R, O] of each layer for x [R, I]. `batch`: as for `Linear`."""
-        if self._whole is not None:
-            whole = self._whole.apply(x, self._whole_bias)  # [R, outputs of all]
-            outputs: Sequence[Tensor] = [whole[:, outputs] for outputs in self._outputs]
+        if self._joined is not None:
+            joined_outputs = self._joined.apply(x, self._joined_bias)  # [R, outputs of all]
+            outputs: Sequence[Tensor] = [joined_outputs[:, outputs] for outputs in self._outputs]
         elif self._weights:
             outputs = matmul_together(self.layers[0].method.quantized(x), self._weights, self._biases)
         else:

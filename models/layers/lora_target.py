@@ -31,10 +31,10 @@ class LoRATarget(Module):
         """Keep a rank's inputs."""
         self.inputs, self.shape = inputs, (self.shape[0], len(inputs))
 
-    def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def slice_factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's part of the factors A [r, I] and B [O, r] of the whole layer."""
         if self.inputs is not None:
             a = a[:, self.inputs.start : self.inputs.stop].clone()
         if self.outputs is not None:
-            b = torch.cat([b[each.start : each.stop] for each in self.outputs])
+            b = torch.cat([b[output_range.start : output_range.stop] for output_range in self.outputs])
         return a, b

@@ -239,7 +239,11 @@ def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[Li
     ]
     pairs = zip(gates, ups, strict=True)
     is_ordered = all(method.permutation is None for method in (*gates, *ups, *downs))
-    return is_ordered and all(len(each) == 1 for each in formats) and all(share_input_scale(pair) for pair in pairs)
+    return (
+        is_ordered
+        and all(len(group_formats) == 1 for group_formats in formats)
+        and all(share_input_scale(pair) for pair in pairs)
+    )
 
 
 def _group(methods: list[LinearMethod]) -> WeightGroup:
@@ -247,7 +251,7 @@ def _group(methods: list[LinearMethod]) -> WeightGroup:
 
 
 def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:
-    weight = stack([each for method in methods if (each := method.gpu_weight) is not None])
+    weight = stack([gpu_weight for method in methods if (gpu_weight := method.gpu_weight) is not None])
     return weight, [method.with_weight(weight.expert(number)) for number, method in enumerate(methods)]
 
 

@@ -20,7 +20,7 @@ class PerHead:
     def pack(self, weight: Tensor) -> None:
         """Pack the loaded weight. Packing it in every step took a tenth of DeepSeek-V2's step time."""
         if weight.is_cpu and build.library() is not None:
-            self._packed = WeightGroup([pack(each) for each in weight.detach()])
+            self._packed = WeightGroup([pack(head_weight) for head_weight in weight.detach()])
 
     def __call__(self, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
         """Return [M, H, N] of x [M, H, K]. `weight` makes the view, which a packed weight does not need."""

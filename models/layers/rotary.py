@@ -129,8 +129,8 @@ def read_rotary_by_layer(
         )
     thetas = config.positive("rope_theta", theta), config.positive("rope_local_base_freq", sliding_theta)
     readers = (
-        ConfigReader({"rope_theta": own, "rope_parameters": scaling[kind]}, "config.json")
-        for kind, own in zip(("full_attention", "sliding_attention"), thetas, strict=True)
+        ConfigReader({"rope_theta": layer_theta, "rope_parameters": scaling[kind]}, "config.json")
+        for kind, layer_theta in zip(("full_attention", "sliding_attention"), thetas, strict=True)
     )
     full, sliding = (read_rotary_config(reader, head_dim, max_position_embeddings) for reader in readers)
     return full, sliding
@@ -162,8 +162,8 @@ def _original_length(config: ConfigReader, scaling: ConfigReader, default: int) 
     key = "original_max_position_embeddings"
     inner, outer = scaling.raw(key), config.raw(key)
     value = outer if outer is not None else inner if inner is not None else default
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return ConfigReader({key: whole}, "config.json").count(key)
+    length = int(value) if isinstance(value, float) and value.is_integer() else value
+    return ConfigReader({key: length}, "config.json").count(key)
 
 
 def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_dim: int, default: float) -> int:
@@ -198,10 +198,10 @@ def yarn_mscale(factor: float, weight: float) -> float:
 
 
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
-    given = _positive_or_zero(scaling, "attention_factor")
+    attention_factor = _positive_or_zero(scaling, "attention_factor")
     numerator, denominator = _positive_or_zero(scaling, "mscale"), _positive_or_zero(scaling, "mscale_all_dim")
-    if given:
-        return given
+    if attention_factor:
+        return attention_factor
     if numerator and denominator:
         return yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
     return yarn_mscale(factor, 1.0)
@@ -301,5 +301,7 @@ class RotaryByLayer:
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> AnglesByLayer:
         """Return both angles, as `RotaryEmbedding.angles` does."""
-        full, sliding = (each.angles(positions, prompt_lengths, dtype) for each in (self._full, self._sliding))
+        full, sliding = (
+            embedding.angles(positions, prompt_lengths, dtype) for embedding in (self._full, self._sliding)
+        )
         return AnglesByLayer(full, sliding)

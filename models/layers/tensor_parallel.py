@@ -26,8 +26,8 @@ class ShardedChannels:
 
     def gather_first(self, x: Tensor) -> Tensor:
         """Return the whole tensor on rank 0, and x on all other ranks."""
-        whole = self.group.gather_first(x, self.widths)
-        return x if whole is None else whole
+        gathered = self.group.gather_first(x, self.widths)
+        return x if gathered is None else gathered
 
 
 @dataclass(frozen=True)

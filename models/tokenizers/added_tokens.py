@@ -24,6 +24,6 @@ class AddedTokens:
 
     def cut(self, text: str) -> Iterator[str | int]:
         """Yield the ids of the added tokens in a text, and the texts between them."""
-        (found,) = self._finder.encode_batch([text], add_special_tokens=False)  # releases the GIL
-        for id, (begin, end) in zip(found.ids, found.offsets, strict=True):
+        (encoding,) = self._finder.encode_batch([text], add_special_tokens=False)  # releases the GIL
+        for id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             yield id if id in self.by_id else text[begin:end]

@@ -56,7 +56,7 @@ class AnswerFormat:
     """How a family writes reasoning and tool calls."""
 
     regions: tuple[Region, ...] = ()
-    whole: Region | None = None
+    answer_region: Region | None = None
     """The region that is the whole answer, if `begins` returns True."""
     begins: Callable[[str, frozenset[str]], bool | None] = lambda text, names: False
     """Whether an answer with this beginning calls one of the named tools; None if undecided."""
@@ -71,7 +71,7 @@ class AnswerFormat:
     @property
     def calls(self) -> bool:
         """Whether the format has tool calls."""
-        return self.whole is not None or any(region.read_calls for region in self.regions)
+        return self.answer_region is not None or any(region.read_calls for region in self.regions)
 
     def without_calls(self) -> "AnswerFormat":
         """Return the format for requests without tools, in which calls are content."""
@@ -186,11 +186,11 @@ class AnswerReader:
 
     def _begin(self, is_end: bool) -> bool:
         """Decide whether the whole answer is a call. Return False if undecided."""
-        is_call = self._form.begins(self._rest.lstrip(SPACE), self._names) if self._form.whole else False
+        is_call = self._form.begins(self._rest.lstrip(SPACE), self._names) if self._form.answer_region else False
         if is_call is None and not is_end:
             return False
         self._is_beginning = False
-        self._region = self._form.whole if is_call else None
+        self._region = self._form.answer_region if is_call else None
         return True
 
     def _read_content(self, is_end: bool) -> bool:

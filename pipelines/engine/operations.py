@@ -136,7 +136,7 @@ class Store(Operation[None]):
         slots = torch.tensor(self.slots, device=executor.device)
         stage_values = executor.slice_local_layers(self.keys_and_values)
         for layer, heads, both in zip(executor.cache.layers, executor.model.attention_heads, stage_values, strict=True):
-            keys, values = heads.own_keys(both, axis=2)
+            keys, values = heads.slice_keys(both, axis=2)
             kv_store(keys, values, *layer, slots)
 
 
@@ -155,7 +155,7 @@ class WriteBlocks(Operation[None]):
     def compute(self, executor: Executor) -> None:
         if self.name in executor.cache_tensors:
             tensor, heads = executor.cache_tensors[self.name]
-            tensor[self.blocks] = heads.own_keys(self.content, axis=2).to(executor.device)
+            tensor[self.blocks] = heads.slice_keys(self.content, axis=2).to(executor.device)
 
 
 OPERATIONS = (

@@ -75,8 +75,8 @@ def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor)
     executor.run(Store(keys_and_values, slots))
     local_layers = executor.slice_local_layers(keys_and_values)
     for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, local_layers, strict=True):
-        own = heads.own_keys(both, axis=2)
-        saturated += [_saturated(paged, each) for paged, each in zip(cache, own, strict=True)]
+        local_heads = heads.slice_keys(both, axis=2)
+        saturated += [_saturated(paged, content) for paged, content in zip(cache, local_heads, strict=True)]
     if share := sum(saturated) / len(saturated):
         log.warning("model.prefixes.%s: %.2g %% of it is beyond the static scales of the KV cache", name, 100 * share)
 

@@ -58,7 +58,7 @@ class Steps:
 
         The model may be a rank's shard.
         """
-        layers, found = adaptable_layers(model), Results([], [])
+        layers, results = adaptable_layers(model), Results([], [])
         for are_adapted in (False, True):
             for name, layer in layers.items():
                 layer.adapters = self._table(name, layer, cache.dtype) if are_adapted else None
@@ -66,15 +66,15 @@ class Steps:
                 part.zero_()
             for batch in map(_adapted, self.batches) if are_adapted else self.batches:
                 hidden = model(batch, cache)
-                found.outputs.extend((hidden.clone(), model.logits(hidden, batch).clone()))
-            found.stored.extend(part.clone() for part in cache.tensors)
-        return found
+                results.outputs.extend((hidden.clone(), model.logits(hidden, batch).clone()))
+            results.stored.extend(part.clone() for part in cache.tensors)
+        return results
 
     def _table(self, name: str, layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
         (outputs, inputs), factors = layer.shape, self.factors[name]
         table = AdapterTable.empty(2, max(len(a) for a, _ in factors), inputs, outputs, dtype, torch.device("cpu"))
         for slot, (a, b) in enumerate(factors):
-            table.put(slot, *layer.own(a, b), 0.5)
+            table.put(slot, *layer.slice_factors(a, b), 0.5)
         return table
 
 
@@ -100,9 +100,11 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
         owners = [s for s, (start, end) in enumerate(itertools.pairwise(starts)) for _ in range(start, end)]
         slots = [tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in zip(owners, places, strict=True)]
         lengths = [places[end - 1] + 1 for end in starts[1:]]
-        own = [sum(row < end for row in outputs) for end in starts]
+        output_counts = [sum(row < end for row in outputs) for end in starts]
         before = features([places[start] for start in starts[:-1]])
-        return Batch.of(tokens, places, slots, tables, starts, lengths, [20] * len(tokens), before, outputs, own)
+        return Batch.of(
+            tokens, places, slots, tables, starts, lengths, [20] * len(tokens), before, outputs, output_counts
+        )
 
     first = prompts([3, 1, 5], [1, 1, 3], [[0], [1], [2]])
     decode = later(ids[:3], [3, 1, 5], [[0], [1], [2]], [0, 1, 2, 3], [0, 1, 2])
@@ -120,6 +122,6 @@ def _adapted(batch: Batch) -> Batch:
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
     """Return the index of the first pair of tensors whose bits differ; None if all are equal."""
     for number, pair in enumerate(zip(tensors, others, strict=True)):
-        if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
+        if not torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in pair)):
             return number
     return None
