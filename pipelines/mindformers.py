@@ -109,23 +109,23 @@ def _ranks(use_parallel: bool, sizes: dict[str, Any], num_devices: int | None) -
 
     Raises UserError if they contradict each other.
     """
-    found = {name: sizes.pop(name, 1) for name in ("data_parallel", *SIZES)}
-    for name, size in found.items():
+    sizes_by_name = {name: sizes.pop(name, 1) for name in ("data_parallel", *SIZES)}
+    for name, size in sizes_by_name.items():
         if type(size) is not int or size < 1:
             raise UserError(f"parallel_config.{name}={size!r} is not allowed: give a number above 0")
-    given = {name: size for name, size in found.items() if size > 1}
+    parallel_sizes = {name: size for name, size in sizes_by_name.items() if size > 1}
     if not use_parallel:
-        if given:
-            log.warning("parallel_config: %s is used with use_parallel=True alone", ", ".join(given))
+        if parallel_sizes:
+            log.warning("parallel_config: %s is used with use_parallel=True alone", ", ".join(parallel_sizes))
         return []
-    if found["data_parallel"] > 1:
-        size = found["data_parallel"]
+    if sizes_by_name["data_parallel"] > 1:
+        size = sizes_by_name["data_parallel"]
         remedy = f"give 1, or run.py parallel=ray parallel.replicas={size}"
         raise UserError(f"parallel_config.data_parallel={size} are engines of their own: {remedy}")
-    ranks = found["model_parallel"] * found["pipeline_stage"]
+    ranks = sizes_by_name["model_parallel"] * sizes_by_name["pipeline_stage"]
     if num_devices not in (None, ranks):
         raise UserError(f"parallel.device_num={num_devices} contradicts parallel_config, which has {ranks} ranks")
-    chosen = {SIZES[name]: size for name, size in given.items()}
+    chosen = {SIZES[name]: size for name, size in parallel_sizes.items()}
     if not chosen:
         return []
     return [f"parallel={'_'.join(chosen)}", *(f"parallel.{name}={size}" for name, size in chosen.items())]
@@ -193,15 +193,15 @@ def pipeline(
     if backend != "ms":
         raise UserError(f"backend={backend!r} is not here: leave it out")
     if isinstance(model, str | Path):
-        own = {
+        model_arguments = {
             name: arguments.pop(name)
             for name in [*arguments]
             if name in (*SETTINGS, *UNUSED, "checkpoint_name_or_path")
         }
-        model = AutoModel.from_pretrained(model, **own)
-    given = [*_context, *arguments.pop("overrides", ())]
+        model = AutoModel.from_pretrained(model, **model_arguments)
+    overrides = [*_context, *arguments.pop("overrides", ())]
     if not isinstance(model, Description):
-        return factory.pipeline(task, model, tokenizer=_opened(tokenizer, None), overrides=given, **arguments)
+        return factory.pipeline(task, model, tokenizer=_opened(tokenizer, None), overrides=overrides, **arguments)
     from conf.compose import options  # here, so that an engine can be built where Hydra is not installed
 
     if model.checkpoint and model.name not in options("model") and not Path(model.name).exists():
@@ -211,7 +211,7 @@ def pipeline(
         model.checkpoint or model.name,
         dtype=arguments.pop("dtype", model.dtype),
         tokenizer=_opened(tokenizer, model),
-        overrides=[*model.overrides, *given],
+        overrides=[*model.overrides, *overrides],
         **{**model.arguments, **arguments},
     )
 
@@ -225,9 +225,9 @@ def _opened(tokenizer: Any, model: Description | None) -> Any:
     )
 
     if model and tokenizer.name == model.name:
-        own = open_tokenizer(Path(model.checkpoint).expanduser()) if model.checkpoint else None
-        if own is not None or model.checkpoint is None:
-            return own
+        model_tokenizer = open_tokenizer(Path(model.checkpoint).expanduser()) if model.checkpoint else None
+        if model_tokenizer is not None or model.checkpoint is None:
+            return model_tokenizer
     if tokenizer.name in options("model"):
         return compose_run_config([f"model={tokenizer.name}"]).model.path
     return tokenizer.name
@@ -240,9 +240,9 @@ def _folder(path: Path) -> Path:
     folder = path.parent
     others = sorted(file.name for file in folder.glob("*.ckpt") if file.name != path.name)
     if others or not path.is_file():
-        found = f"{folder} has others, too ({', '.join(others[:4])})" if path.is_file() else "there is no such file"
+        problem = f"{folder} has others, too ({', '.join(others[:4])})" if path.is_file() else "there is no such file"
         raise UserError(
-            f"checkpoint_name_or_path={path}: {found}: give a folder with the one checkpoint and its config"
+            f"checkpoint_name_or_path={path}: {problem}: give a folder with the one checkpoint and its config"
         )
     return folder
 

@@ -34,19 +34,19 @@ def build_engine(
     settings = read_request_settings(ready.options, ready.source)
     source = ready.source.with_mtp_layer() if decode.speculate is Speculate.mtp else ready.source
     check_mode(source, parallel.mode)
-    whole = plan_model(ready.options, ready.quant, source, device, packed=True)
+    full_plan = plan_model(ready.options, ready.quant, source, device, packed=True)
     with ExitStack() as on_error:
-        plan, driver = whole, None
+        plan, driver = full_plan, None
         if parallel.mode.divides:
             from pipelines.loading.start_driver import (
                 start_driver,  # imported here: a run without ranks does not need it
             )
 
-            driver = start_driver(whole, parallel, options)
+            driver = start_driver(full_plan, parallel, options)
             on_error.callback(driver.close)
-        draft = plan_draft(decode, parallel.mode, whole, settings)  # whole, and on rank 0 only
+        draft = plan_draft(decode, parallel.mode, full_plan, settings)  # not sharded, and only on rank 0
         if driver is not None:
-            plan = driver.part(whole)
+            plan = driver.part(full_plan)
         source.warn_of_unread_keys()
         engine = assemble(plan, options, decode, settings, max_num_requests, progress.loaded, draft, driver)
         on_error.pop_all()

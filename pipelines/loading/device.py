@@ -30,13 +30,13 @@ def prepare_device(config: DeviceConfig) -> torch.device:
 
 
 def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> None:
-    own = {"cpu": ("decode_threads",), "cuda": ("cuda_graphs", "memory_fraction")}
-    (other,) = own.keys() - {device.type}
-    for name in own[other]:
+    options_by_device = {"cpu": ("decode_threads",), "cuda": ("cuda_graphs", "memory_fraction")}
+    (other_device,) = options_by_device.keys() - {device.type}
+    for name in options_by_device[other_device]:
         value, default = getattr(config, name), getattr(DeviceConfig(), name)
         if value != default:
             here = device.type.upper().replace("CUDA", "GPU")
-            remedy = f"leave it at {typed(default)}, or give device={other}"
+            remedy = f"leave it at {typed(default)}, or give device={other_device}"
             raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
     if config.decode_threads is not None and build.library() is None:
         raise UserError(

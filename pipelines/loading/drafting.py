@@ -65,14 +65,14 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
         raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
     if shape.capabilities.needs_whole_prompt or target.shape.capabilities.needs_whole_prompt:
         raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
-    own = source.checkpoint.load_tokenizer() if settings.tokenizer else None
-    if own and settings.tokenizer:
-        _compare_tokenizers(own, settings.tokenizer)
+    draft_tokenizer = source.checkpoint.load_tokenizer() if settings.tokenizer else None
+    if draft_tokenizer and settings.tokenizer:
+        _compare_tokenizers(draft_tokenizer, settings.tokenizer)
 
 
-def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
-    for token in range(max(own.size, expected.size)):
-        texts = [_text(tokenizer, token) for tokenizer in (own, expected)]
+def _compare_tokenizers(draft_tokenizer: Tokenizer, expected: Tokenizer) -> None:
+    for token in range(max(draft_tokenizer.size, expected.size)):
+        texts = [_text(tokenizer, token) for tokenizer in (draft_tokenizer, expected)]
         if texts[0] != texts[1]:
             raise UserError(f"its token {token} is {texts[0]!r}, but the model's {texts[1]!r}: {REMEDY}")
 
@@ -100,5 +100,5 @@ def unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Spec
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
     if plan.quant.activations is Activations.auto:
         reason = f"contradicts quant.activations=auto, {BESIDE_AUTO}: leave one of them out"
-        reasons |= {each: reason for each in Speculate if each is not Speculate.none}
+        reasons |= {mode: reason for mode in Speculate if mode is not Speculate.none}
     return reasons

@@ -53,12 +53,12 @@ class Driver:
         """Return the plan of rank 0's shard. Raises UserError as `shard_plan` does."""
         return shard_plan(plan, self.context.parallel_layout, self.context.group, self.context.neighbours)
 
-    def fewest_blocks(self, own: int) -> int:
+    def fewest_blocks(self, num_blocks: int) -> int:
         """Return how many KV cache blocks fit on every rank.
 
-        `own`: the number that fits on rank 0. Raises RankLost if a rank cannot load its shard.
+        `num_blocks`: the number that fits on rank 0. Raises RankLost if a rank cannot load its shard.
         """
-        return min(own, *self.workers.answers(int))
+        return min(num_blocks, *self.workers.answers(int))
 
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
@@ -125,9 +125,9 @@ class DriverExecutor(Executor):
         kind = result_type(operation)
         answering = () if self._answering is None or kind is NoneType else (self._answering,)
         self._workers.tell(operation, answering)
-        own = self._workers.meanwhile(partial(operation.compute, self))
+        result = self._workers.meanwhile(partial(operation.compute, self))
         if not answering:
-            return lambda: own
+            return lambda: result
         pending = _PendingOperation(kind)
         self._pending.append(pending)
         return partial(self._wait_for, pending)

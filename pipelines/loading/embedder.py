@@ -91,12 +91,14 @@ def _missing_eos(tokenizer: Tokenizer) -> int | None:
     return eos if appends_eos(tokenizer.source) and tokenizer.encode("a", True)[-1:] != [eos] else None
 
 
-def _instruction(given: str | None, files: EmbeddingFiles) -> str:
-    if given is None:
+def _instruction(instruction: str | None, files: EmbeddingFiles) -> str:
+    if instruction is None:
         return files.prompts[files.default_prompt] if files.default_prompt else ""
-    if given in files.prompts:
-        return files.prompts[given]
-    if NAME.fullmatch(given):
-        known = list_known_names(list(files.prompts), given) if files.prompts else "the checkpoint has none"
-        raise UserError(f"embed.instruction={given} is the name of no prompt: {known}; a text has a space or a colon")
-    return given
+    if instruction in files.prompts:
+        return files.prompts[instruction]
+    if NAME.fullmatch(instruction):
+        known = list_known_names(list(files.prompts), instruction) if files.prompts else "the checkpoint has none"
+        raise UserError(
+            f"embed.instruction={instruction} is the name of no prompt: {known}; a text has a space or a colon"
+        )
+    return instruction

@@ -127,8 +127,8 @@ def replay_fingerprint(parts: Fingerprint) -> str:
     kernels = build.instruction_set() if build.library() else "none"
     torch_names = torch.__version__, torch.backends.cpu.get_cpu_capability()
     code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
-    whole = dumps(parts | {"code": code, "kernels": kernels, "torch": torch_names})
-    return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+    text = dumps(parts | {"code": code, "kernels": kernels, "torch": torch_names})
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def common_fingerprint(model: Path) -> Fingerprint:

@@ -28,26 +28,26 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
     Warns of unused settings. Raises UserError for values of a wrong type or size.
     """
     sampling = values.get("do_sample") is True
-    given = {name: value for name, value in values.items() if value is not None}
+    settings = {name: value for name, value in values.items() if value is not None}
     # As in transformers, sampling settings need do_sample, except top_k, the number of candidates of contrastive
     # search.
-    unused = SEARCH if sampling else SAMPLING if not given.get("penalty_alpha") else SAMPLING - {"top_k"}
-    taken = {name: value for name, value in given.items() if name in SETTINGS - unused}
+    unused = SEARCH if sampling else SAMPLING if not settings.get("penalty_alpha") else SAMPLING - {"top_k"}
+    decode_settings = {name: value for name, value in settings.items() if name in SETTINGS - unused}
     if sampling:
-        taken.setdefault("temperature", 1.0)
-    if isinstance(taken.get("max_length"), int):
-        taken["max_length"] = min(taken["max_length"], context_length)
-    if isinstance(taken.get("max_new_tokens"), int) and taken["max_new_tokens"] >= context_length:
-        taken["max_new_tokens"] = "auto"
-    if unread := {name for name, value in given.items() if _is_on(name, value)} - taken.keys() - OTHER:
+        decode_settings.setdefault("temperature", 1.0)
+    if isinstance(decode_settings.get("max_length"), int):
+        decode_settings["max_length"] = min(decode_settings["max_length"], context_length)
+    if isinstance(decode_settings.get("max_new_tokens"), int) and decode_settings["max_new_tokens"] >= context_length:
+        decode_settings["max_new_tokens"] = "auto"
+    if unread := {name for name, value in settings.items() if _is_on(name, value)} - decode_settings.keys() - OTHER:
         log.warning("%s has settings that are not used: %s", FILE, ", ".join(sorted(unread)))
     try:
-        for name, value in taken.items():
+        for name, value in decode_settings.items():
             DecodeConfig().replaced({name: value})
-        DecodeConfig().resolved(taken)
+        DecodeConfig().resolved(decode_settings)
     except UserError as error:
         raise UserError(f"{FILE}: {error}") from error
-    return taken
+    return decode_settings
 
 
 def _is_on(name: str, value: object) -> bool:

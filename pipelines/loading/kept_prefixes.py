@@ -101,17 +101,17 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
     source = plan.source
     if not source.shape.capabilities.shares_prefixes:
         raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
-    wanted = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)
+    expected = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)
     files: list[KeptFile] = []
     for name in names:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"device.kept_prefixes: {path} is not a file: make it by task=prefix prefix.output={path}")
         file = SafetensorsFile(path)
-        found = _json(path, file.metadata.get("identity"), dict)
-        if others := sorted(key for key in wanted | found if wanted.get(key) != found.get(key)):
+        actual = _json(path, file.metadata.get("identity"), dict)
+        if differences := sorted(key for key in expected | actual if expected.get(key) != actual.get(key)):
             remedy = "make it again by task=prefix, or leave it out"
-            raise UserError(f"device.kept_prefixes: {path} is of other {', '.join(others)}: {remedy}")
+            raise UserError(f"device.kept_prefixes: {path} is of other {', '.join(differences)}: {remedy}")
         files.append(KeptFile(file, _rows(path, file)))
     return files
 
@@ -126,13 +126,13 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         _check_tensors(engine, file)
         _check_parts(engine, file)
         (_, token_ids), *_ = file.weights.read([TOKENS])
-        found = _missing_blocks(engine, file, token_ids.tolist())
-        if len(found) >= (num_free := engine.num_free_blocks):  # a row needs at least one block
-            what = f"{file.path} needs {len(found)} blocks of the KV cache, but {num_free} are free"
+        missing_blocks = _missing_blocks(engine, file, token_ids.tolist())
+        if len(missing_blocks) >= (num_free := engine.num_free_blocks):  # a row needs at least one block
+            what = f"{file.path} needs {len(missing_blocks)} blocks of the KV cache, but {num_free} are free"
             raise UserError(f"device.kept_prefixes: {what}: raise device.kv_cache_memory, or leave it out")
-        table = engine.pin(len(found))
-        engine.remember(table, found)
-        places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
+        table = engine.pin(len(missing_blocks))
+        engine.remember(table, missing_blocks)
+        places = torch.tensor(list(missing_blocks.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
@@ -146,8 +146,10 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
     first_token = first_slot = 0
     for row in file.rows:
         hashes: list[bytes] = []
-        own = token_ids[first_token : first_token + row.num_tokens]
-        extend_hashes(hashes, own, row.num_slots // size, size, bytes.fromhex(row.root), row.num_prefix_tokens)
+        row_token_ids = token_ids[first_token : first_token + row.num_tokens]
+        extend_hashes(
+            hashes, row_token_ids, row.num_slots // size, size, bytes.fromhex(row.root), row.num_prefix_tokens
+        )
         for number in range(row.num_prefix_tokens // size, len(hashes)):
             if not engine.find_cached_blocks([hashes[number]]):
                 missing.setdefault(hashes[number], first_slot + number * size)
@@ -159,18 +161,22 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
     stored, model = engine.executor.cache_tensors, engine.executor.model
-    own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
+    cache_forms = {
+        name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()
+    }
     # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
-    first, others = (
+    first, other_layers = (
         f"layers.{model.local_layers.start}.",
         range(model.local_layers.stop, model.config.num_hidden_layers),
     )
-    like_first = {name.removeprefix(first): form for name, form in own.items() if name.startswith(first)}
-    wanted = own | {f"layers.{number}.{name}": form for number in others for name, form in like_first.items()}
-    wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
-    found = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
-    if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
-        what = f"{wrong[0]} is {found.get(wrong[0], 'missing')}, not {wanted.get(wrong[0], 'in this cache')}"
+    like_first = {name.removeprefix(first): form for name, form in cache_forms.items() if name.startswith(first)}
+    expected = cache_forms | {
+        f"layers.{number}.{name}": form for number in other_layers for name, form in like_first.items()
+    }
+    expected[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
+    file_forms = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
+    if wrong := sorted(name for name in expected | file_forms if expected.get(name) != file_forms.get(name)):
+        what = f"{wrong[0]} is {file_forms.get(wrong[0], 'missing')}, not {expected.get(wrong[0], 'in this cache')}"
         raise UserError(f"device.kept_prefixes: {file.path}: {what}: make it again by task=prefix")
 
 

@@ -73,11 +73,11 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
         warn_once("the checkpoint's scales of activations are static, and are used: quant.activations=dynamic is not")
         wanted = {name: replace(scheme, activations=Activations.static) for name, scheme in wanted.items()}
     for name in wanted | schemes if wanted else ():
-        given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
-        if given != held:
+        requested, in_file = (str(formats.get(name, "a float")) for formats in (wanted, schemes))
+        if requested != in_file:
             raise UserError(
-                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {held} there, "
-                f"not {given}: leave quant out, or give the float model"
+                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {in_file} there, "
+                f"not {requested}: leave quant out, or give the float model"
             )
 
 
@@ -96,10 +96,10 @@ def place_cache_scales(
                 "give quant.kv_cache_scales=dynamic, or the float model"
             )
         return None
-    given = config.kv_cache, config.kv_cache_scales
-    if given not in ((KVCacheFormat.none, KVCacheScales.dynamic), (stored.format, KVCacheScales.static)):
+    requested = config.kv_cache, config.kv_cache_scales
+    if requested not in ((KVCacheFormat.none, KVCacheScales.dynamic), (stored.format, KVCacheScales.static)):
         raise UserError(
-            f"quant.kv_cache={given[0].name} with {given[1].name} scales contradicts the checkpoint, whose KV cache is "
+            f"quant.kv_cache={requested[0].name} with {requested[1].name} scales contradicts the checkpoint, whose KV cache is "
             f"{stored.format.name} with static scales: leave quant.kv_cache out"
         )
     place_kv_scales(model, stored.per_head, _shapes(files))

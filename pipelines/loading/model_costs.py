@@ -50,8 +50,10 @@ def model_costs(
         cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in cache.tensors)
 
-    own = layout_of(0, 1, 1, parallel)
-    return plan, ParallelCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)
+    layout = layout_of(0, 1, 1, parallel)
+    return plan, ParallelCosts(
+        plan.model, kinds, plan.dtype, block_bytes, layout.adds, layout.whole_experts, compresses
+    )
 
 
 def _layer_kinds(quant: QuantConfig, source: ModelSource) -> tuple[Hashable, ...]:

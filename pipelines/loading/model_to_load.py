@@ -62,8 +62,8 @@ class ModelToLoad:
         return plan_model(self.model, self.quant, source, device, packed=self.packed)
 
 
-def _compare(rank: str, wanted: Fingerprint, found: Fingerprint) -> None:
-    names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+def _compare(rank: str, expected: Fingerprint, actual: Fingerprint) -> None:
+    names = sorted(name for name in expected | actual if expected.get(name) != actual.get(name))
     if names:
         raise UserError(
             f"{rank} has not what rank 0 has, but another {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: "

@@ -164,9 +164,11 @@ class ParallelCosts:
     def _layer(self, kind: Hashable, tp: int, rank: int) -> Cost:
         if (kind, tp, rank) not in self._known:
             heads = self._heads[kind]
-            own = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
-            of_rank = replace(heads, num_attention_heads=len(own.queries), num_key_value_heads=len(own.keys))
-            cost = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=self._block_bytes(of_rank))
+            head_shard = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
+            rank_heads = replace(
+                heads, num_attention_heads=len(head_shard.queries), num_key_value_heads=len(head_shard.keys)
+            )
+            cost = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=self._block_bytes(rank_heads))
             self._known[kind, tp, rank] = cost
         return self._known[kind, tp, rank]
 
@@ -188,7 +190,7 @@ class ParallelCosts:
             held = num_bytes * GROUP_BYTES // (2 * GROUP)
         if not part.num_experts:
             return Cost(num_bytes, held, held if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
-        stored, held, macs = (number * each for each in (num_bytes, held, macs))
+        stored, held, macs = (number * amount for amount in (num_bytes, held, macs))
         return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
 
     def _share(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
@@ -197,11 +199,11 @@ class ParallelCosts:
         if shared is not None:
             num_bytes, inputs = shared
             return num_bytes, part.outputs * inputs, 1, part.outputs * tp
-        own = part.outputs
+        num_outputs = part.outputs
         if part.units is not None:
             num_heads = heads.num_attention_heads, heads.num_key_value_heads
-            own = count(shard_outputs(part.units, part.outputs, num_heads, tp, rank))
-        return part.num_bytes * own // part.outputs, own * part.inputs, part.num_gathers, part.gathered
+            num_outputs = count(shard_outputs(part.units, part.outputs, num_heads, tp, rank))
+        return part.num_bytes * num_outputs // part.outputs, num_outputs * part.inputs, part.num_gathers, part.gathered
 
     def _ends(self) -> tuple[Counter[CostedTensor], Counter[CostedTensor]]:
         ends: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
@@ -214,7 +216,7 @@ class ParallelCosts:
 
     def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[CostedTensor]:
         """Return the parts that these modules have directly, and the count of each."""
-        found: Counter[CostedTensor] = Counter()
+        parts: Counter[CostedTensor] = Counter()
         experts: dict[nn.Module, tuple[int, int]] = {}  # experts in all and per token; 0 in all: like the first
         for name, module in modules:
             if isinstance(module, Experts):
@@ -222,11 +224,11 @@ class ParallelCosts:
                     numbers = 0 if i else len(module), module.num_experts_per_tok
                     experts |= dict.fromkeys(expert.modules(), numbers)
             if module not in experts:
-                found.update(self._own_parts(name, module, 0))
+                parts.update(self._own_parts(name, module, 0))
             elif experts[module][0]:
                 number, num_rows = experts[module]
-                found.update(replace(part, num_rows=num_rows) for part in self._own_parts(name, module, number))
-        return found
+                parts.update(replace(part, num_rows=num_rows) for part in self._own_parts(name, module, number))
+        return parts
 
     def _own_parts(self, path: str, module: nn.Module, num_experts: int) -> list[CostedTensor]:
         if isinstance(module, Embedding):

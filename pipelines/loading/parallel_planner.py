@@ -91,7 +91,7 @@ def planned(
         print(f"choice: {best or 'none, because nothing fits'}")
         return None
     if best is None:
-        limit = [each.limit for each in candidates if each.limit != NO_RANKS][-1]
+        limit = [candidate.limit for candidate in candidates if candidate.limit != NO_RANKS][-1]
         raise UserError(f"parallel=auto: no parallel layout of this model fits here: {limit}: give quant=int4")
     print(f"parallel=auto: {best}")
     return _parallel(task, parallel, best)
@@ -104,8 +104,8 @@ def _parallel(task: Task, parallel: ParallelConfig, best: Candidate) -> Parallel
         raise UserError(f"parallel=auto chose {best}, which task={task.name} cannot run: give parallel=single")
     tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
     mode = ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp
-    found = ParallelConfig(ParallelMode.ray if best.replicas > 1 else mode, best.replicas, tp, pp)
-    return replace(found, sum=parallel.sum, experts=parallel.experts) if tp else found
+    chosen = ParallelConfig(ParallelMode.ray if best.replicas > 1 else mode, best.replicas, tp, pp)
+    return replace(chosen, sum=parallel.sum, experts=parallel.experts) if tp else chosen
 
 
 def plan_layouts(
@@ -149,13 +149,13 @@ def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, 
 
     There are no more replicas than rows. The ranks of a stage are on one machine.
     """
-    each, machines = topology.num_devices, topology.num_machines
-    total = each * machines
-    found = []
-    for tp in (p for p in range(1, each + 1) if each % p == 0):
+    devices_per_machine, machines = topology.num_devices, topology.num_machines
+    total = devices_per_machine * machines
+    layouts = []
+    for tp in (p for p in range(1, devices_per_machine + 1) if devices_per_machine % p == 0):
         for pp in (s for s in range(1, total // tp + 1) if total % (tp * s) == 0):
-            found.append((tp, pp, min(total // (tp * pp), num_rows)))
-    return found if total > 1 else [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+            layouts.append((tp, pp, min(total // (tp * pp), num_rows)))
+    return layouts if total > 1 else [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
 
 
 def choose(candidates: list[Candidate]) -> Candidate | None:
@@ -163,9 +163,13 @@ def choose(candidates: list[Candidate]) -> Candidate | None:
 
     Among nearly equal layouts the fewest ranks win, then the fewest ranks per replica.
     """
-    most = max((each.tokens_per_s for each in candidates), default=0.0)
-    good = [each for each in candidates if each.is_possible and each.tokens_per_s >= EQUAL * most]
-    return min(good, key=lambda each: (each.num_ranks, each.tp * each.pp, each.pp, -each.tokens_per_s), default=None)
+    most = max((candidate.tokens_per_s for candidate in candidates), default=0.0)
+    good = [candidate for candidate in candidates if candidate.is_possible and candidate.tokens_per_s >= EQUAL * most]
+    return min(
+        good,
+        key=lambda candidate: (candidate.num_ranks, candidate.tp * candidate.pp, candidate.pp, -candidate.tokens_per_s),
+        default=None,
+    )
 
 
 class _Planner:
@@ -183,13 +187,15 @@ class _Planner:
         ranks = [cost for stage in costs for cost in stage]
         num_blocks, limit = self._num_blocks(ranks, tp * pp)
         tokens = num_blocks * self._work.block_size
-        found = Candidate(tp, pp, replicas, tuple(stages), max(cost.weight_bytes for cost in ranks), tokens, 0.0, limit)
+        candidate = Candidate(
+            tp, pp, replicas, tuple(stages), max(cost.weight_bytes for cost in ranks), tokens, 0.0, limit
+        )
         num_rows = min(-(-self._work.num_rows // replicas), tokens // self._work.row_tokens)
         if limit or not num_rows:
-            return replace(found, limit=limit or f"the cache has no {self._work.row_tokens:,} tokens for a row")
+            return replace(candidate, limit=limit or f"the cache has no {self._work.row_tokens:,} tokens for a row")
         seconds, limit = self._step(costs, num_rows, tp)
         rows = min(self._work.num_rows, replicas * num_rows)
-        return replace(found, tokens_per_s=rows / seconds, limit=limit)
+        return replace(candidate, tokens_per_s=rows / seconds, limit=limit)
 
     def _sharing(self, num_ranks: int) -> int:
         return -(-num_ranks // (self._topology.num_devices * self._topology.num_machines))
@@ -203,10 +209,15 @@ class _Planner:
             return 0, f"a rank needs {need / 1e9:,.1f} GB without its cache, and may have {usable / 1e9:,.1f}"
         setting = self._config.kv_cache_memory
         if setting == "auto":
-            room = [AUTO_SHARE * each for each in free]
+            room = [AUTO_SHARE * num_free_bytes for num_free_bytes in free]
         else:
-            room = [min(each, num_bytes(setting, int(each * num_ranks)) / num_ranks) for each in free]
-        return int(min(each // cost.cache_bytes for each, cost in zip(room, ranks, strict=True))), ""
+            room = [
+                min(num_free_bytes, num_bytes(setting, int(num_free_bytes * num_ranks)) / num_ranks)
+                for num_free_bytes in free
+            ]
+        return int(
+            min(num_free_bytes // cost.cache_bytes for num_free_bytes, cost in zip(room, ranks, strict=True))
+        ), ""
 
     def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:
         """Return the seconds in which all rows get a token, and the longest kind of work of the slowest stage.
@@ -261,18 +272,20 @@ def table(candidates: list[Candidate], best: Candidate | None) -> dict[str, list
     def column(cell: str, known: list[bool], of: list[str]) -> list[str]:
         return [value if is_known else cell for value, is_known in zip(of, known, strict=True)]
 
-    known = [bool(each.stages) for each in candidates]
-    possible = [each.is_possible for each in candidates]
+    known = [bool(candidate.stages) for candidate in candidates]
+    possible = [candidate.is_possible for candidate in candidates]
     return {
-        "": ["->" if each is best else "" for each in candidates],
-        "tp": [str(each.tp) for each in candidates],
-        "pp": [str(each.pp) for each in candidates],
-        "replicas": [str(each.replicas) for each in candidates],
-        "layers of the stages": column("-", known, [_layers(each.stages) for each in candidates]),
-        "weights of a rank (GB)": column("-", known, [f"{each.weight_bytes / 1e9:,.3f}" for each in candidates]),
-        "cache (tokens)": column("-", known, [f"{each.cache_tokens:,}" for each in candidates]),
-        "tokens/s": column("-", possible, [f"{each.tokens_per_s:,.1f}" for each in candidates]),
-        "limit": [each.limit for each in candidates],
+        "": ["->" if candidate is best else "" for candidate in candidates],
+        "tp": [str(candidate.tp) for candidate in candidates],
+        "pp": [str(candidate.pp) for candidate in candidates],
+        "replicas": [str(candidate.replicas) for candidate in candidates],
+        "layers of the stages": column("-", known, [_layers(candidate.stages) for candidate in candidates]),
+        "weights of a rank (GB)": column(
+            "-", known, [f"{candidate.weight_bytes / 1e9:,.3f}" for candidate in candidates]
+        ),
+        "cache (tokens)": column("-", known, [f"{candidate.cache_tokens:,}" for candidate in candidates]),
+        "tokens/s": column("-", possible, [f"{candidate.tokens_per_s:,.1f}" for candidate in candidates]),
+        "limit": [candidate.limit for candidate in candidates],
     }
 
 

@@ -69,11 +69,13 @@ class Pooler(ABC):
         prompt = self.encode(row)
         if row.prediction is not None:
             raise UserError("a prediction is not used where nothing is generated: leave it out")
-        own = decode.replaced(row.decode)
+        settings = decode.replaced(row.decode)
         prefix = self._prefix if row.prefix is None else row.prefix
         adapter = self._adapter if row.adapter is None else row.adapter
         token_ids = prompt.token_ids
-        return RowRequest(self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter), prompt)
+        return RowRequest(
+            self.engine.pooled_request(row.index, token_ids, self.pooling, settings, prefix, adapter), prompt
+        )
 
 
 def open_pooler(

@@ -20,7 +20,7 @@ from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.rank_context import RankContext
 
 OWN_OPERATIONS = MakeExecutor, Count, BeginQuantization, UseStaticCache
-OPERATION_TYPES = {each.__name__: each for each in (*OPERATIONS, *STEPS, *get_args(AdapterChange), *OWN_OPERATIONS)}
+OPERATION_TYPES = {kind.__name__: kind for kind in (*OPERATIONS, *STEPS, *get_args(AdapterChange), *OWN_OPERATIONS)}
 """The types of the operations that rank 0 sends, by name."""
 
 
@@ -30,12 +30,12 @@ class RankShard:
     _executor: Executor
     _share: Share
 
-    def __init__(self, whole: ModelPlan, config: DeviceConfig, context: RankContext, rank: str) -> None:
-        """Load the shard. `whole`: the plan of the unsharded model. `rank`: the worker's name in errors.
+    def __init__(self, full_plan: ModelPlan, config: DeviceConfig, context: RankContext, rank: str) -> None:
+        """Load the shard. `full_plan`: the plan of the unsharded model. `rank`: the worker's name in errors.
 
         Raises UserError as `shard_plan` and `load_planned` do.
         """
-        self._plan = shard_plan(whole, context.parallel_layout, context.group, context.neighbours)
+        self._plan = shard_plan(full_plan, context.parallel_layout, context.group, context.neighbours)
         load_planned(self._plan)
         self._config, self._context, self._rank = config, context, rank
         self._adapters = make_adapters(self._plan)

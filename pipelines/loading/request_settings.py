@@ -38,8 +38,8 @@ def read_request_settings(config: ModelConfig, source: ModelSource) -> RequestSe
 
 
 def _context(config: ModelConfig, source: ModelSource) -> ContextLimit:
-    shape, own = source.shape, source.checkpoint.config.raw("max_position_embeddings")
-    stretched = own is not None and own != shape.context_length
+    shape, configured = source.shape, source.checkpoint.config.raw("max_position_embeddings")
+    stretched = configured is not None and configured != shape.context_length
     limit = ContextLimit(shape.context_length, f"{'stretched ' if stretched else ''}max_position_embeddings")
     if config.max_length is None:
         return limit
@@ -53,9 +53,9 @@ def _context(config: ModelConfig, source: ModelSource) -> ContextLimit:
 def _tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
-    own = find_tokenizer(config.tokenizer, config.hub, config.revision) if config.tokenizer else None
-    tokenizer = open_tokenizer(own) if own else source.checkpoint.load_tokenizer()
-    if own and tokenizer is None:
+    folder = find_tokenizer(config.tokenizer, config.hub, config.revision) if config.tokenizer else None
+    tokenizer = open_tokenizer(folder) if folder else source.checkpoint.load_tokenizer()
+    if folder and tokenizer is None:
         raise UserError(
             f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, a hub id, "
             "or null for none"

@@ -31,12 +31,12 @@ from pipelines.ranks.rank_context import driver_context, layout_of
 from pipelines.ranks.rendezvous import await_ranks
 
 
-def start_driver(whole: ModelPlan, parallel: ParallelConfig, options: DeviceConfig) -> Driver:
+def start_driver(full_plan: ModelPlan, parallel: ParallelConfig, options: DeviceConfig) -> Driver:
     """Start the worker ranks, or wait for the ranks that a launcher started. Tell each worker what to load.
 
-    `whole`: the plan of the unsharded model. Raises UserError if the ranks are not available.
+    `full_plan`: the plan of the unsharded model. Raises UserError if the ranks are not available.
     """
-    num_gpus = torch.cuda.device_count() if whole.device.type == "cuda" else 0
+    num_gpus = torch.cuda.device_count() if full_plan.device.type == "cuda" else 0
     library = build.library()
     if library is None and not num_gpus:
         what = "needs the C++ kernels, which are off: give them, or parallel=single"
@@ -45,7 +45,7 @@ def start_driver(whole: ModelPlan, parallel: ParallelConfig, options: DeviceConf
     (tp, pp), cpus = degrees(parallel, launched), os.sched_getaffinity(0)
     backend = backend_of(parallel.backend, launched, tp, num_gpus)
     if launched is None:
-        check_plan(whole, layout_of(0, tp, pp, parallel))
+        check_plan(full_plan, layout_of(0, tp, pp, parallel))
         if backend is Backend.nccl:
             check_gpus(tp * pp, num_gpus)
     ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
@@ -56,36 +56,38 @@ def start_driver(whole: ModelPlan, parallel: ParallelConfig, options: DeviceConf
         "num_local": launched.num_local if launched else tp * pp,
         "num_gpus": num_gpus,
         "backend": backend.name,
-        **_model_to_load(whole, parallel, options, backend, launched).message(),
+        **_model_to_load(full_plan, parallel, options, backend, launched).message(),
     }
     starts = [
         start | {"rank": rank.rank, "local_rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]}
         for rank in ranks
     ]
     num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
-    own = driver_context(ranks, starts, parallel, library, spins=num_cpus >= tp * pp)
+    context = driver_context(ranks, starts, parallel, library, spins=num_cpus >= tp * pp)
     use_cores(cores[0] or (launched.cores(cpus) if launched else cpus))
     if library is not None:
         torch.set_num_threads(options.threads or library.get_threads())
     set_threads(options.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
-    return Driver(Workers(workers, own, parallel.heartbeat_s), cpus)
+    return Driver(Workers(workers, context, parallel.heartbeat_s), cpus)
 
 
 def _model_to_load(
-    whole: ModelPlan, parallel: ParallelConfig, options: DeviceConfig, backend: Backend, launched: Joined | None
+    full_plan: ModelPlan, parallel: ParallelConfig, options: DeviceConfig, backend: Backend, launched: Joined | None
 ) -> ModelToLoad:
     # If all ranks are on this machine, rank 0 has verified the files for all of them.
     is_near = launched is None or launched.address is None
     return ModelToLoad(
-        model=replace(whole.options, verify=whole.options.verify and not is_near),
-        quant=whole.quant,
+        model=replace(full_plan.options, verify=full_plan.options.verify and not is_near),
+        quant=full_plan.quant,
         parallel=parallel,
-        device=replace(options, type=DeviceType[whole.device.type]),  # replaces auto, so that all ranks use one type
-        head=whole.source.architecture.head,
-        predicts_ahead=whole.source.shape.capabilities.predicts_ahead,
-        packed=whole.packed,
-        common=None if backend is Backend.shared_memory else common_fingerprint(whole.source.checkpoint.path),
+        device=replace(
+            options, type=DeviceType[full_plan.device.type]
+        ),  # replaces auto, so that all ranks use one type
+        head=full_plan.source.architecture.head,
+        predicts_ahead=full_plan.source.shape.capabilities.predicts_ahead,
+        packed=full_plan.packed,
+        common=None if backend is Backend.shared_memory else common_fingerprint(full_plan.source.checkpoint.path),
     )
 
 
@@ -110,4 +112,7 @@ def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[l
         return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
     host = None if launched.address is None else socket.gethostname()
     everyone = [(host, cpus), *((rank.host, rank.cpus) for rank in ranks)]
-    return [sorted(own) if alone else None for (_, own), alone in zip(everyone, bound(everyone), strict=True)]
+    return [
+        sorted(rank_cpus) if is_alone else None
+        for (_, rank_cpus), is_alone in zip(everyone, bound(everyone), strict=True)
+    ]

@@ -60,8 +60,8 @@ class Topology:
     def __str__(self) -> str:
         name = {"cpu": "NUMA node", "cuda": "GPU"}[self.kind] + "s" * (self.num_devices > 1)
         machines = f"{self.num_machines} machines with " if self.num_machines > 1 else ""
-        each = f"{self.memory / 1e9:,.1f} GB at {self.bandwidth / 1e9:,.0f} GB/s, {self.flops(MAX_ROWS) / 1e12:,.1f} TFLOP/s"
-        return f"{machines}{self.num_devices} {name} of {each}"
+        device_text = f"{self.memory / 1e9:,.1f} GB at {self.bandwidth / 1e9:,.0f} GB/s, {self.flops(MAX_ROWS) / 1e12:,.1f} TFLOP/s"
+        return f"{machines}{self.num_devices} {name} of {device_text}"
 
 
 def read_topology(path: Path) -> Topology:

@@ -41,11 +41,11 @@ def compose_run(
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
     paths = {"model.path": path, "model.tokenizer": _tokenizer_path(tokenizer)}
-    given = {key: text for key, text in paths.items() if text is not None} | dict(texts or {})
+    argument_texts = {key: text for key, text in paths.items() if text is not None} | dict(texts or {})
     for override in overrides:
-        if override.partition("=")[0] in given:
+        if override.partition("=")[0] in argument_texts:
             raise UserError(f"{override} is given by an argument, too: leave one of them out")
-    run = compose_run_config([*names, *overrides], given)
+    run = compose_run_config([*names, *overrides], argument_texts)
     for name in ("output_file", "export"):
         if getattr(run.predict, name) != getattr(PredictConfig(), name):
             raise UserError(f"predict.{name} is of jobs, which run.py runs: leave it out")

@@ -17,8 +17,8 @@ from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
 from pipelines.python.composing import compose_run
 
 
-def is_held(given: Any) -> bool:
-    return not isinstance(given, str | Path | None)
+def is_held(model_or_tokenizer: Any) -> bool:
+    return not isinstance(model_or_tokenizer, str | Path | None)
 
 
 def compose_held(
@@ -48,11 +48,13 @@ def compose_held(
     return run, partial(_open, run.model, model, tokenizer)
 
 
-def _is_of_transformers(given: Any, name: str) -> bool:
+def _is_of_transformers(held_object: Any, name: str) -> bool:
     """Return whether the object has this class of transformers. transformers is not imported: if the object has this
     class, the script has imported it.
     """
-    return any(each.__name__ == name and each.__module__.startswith("transformers.") for each in type(given).__mro__)
+    return any(
+        base.__name__ == name and base.__module__.startswith("transformers.") for base in type(held_object).__mro__
+    )
 
 
 def _refuse_files(run: RunConfig, model: Any) -> None:

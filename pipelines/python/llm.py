@@ -81,8 +81,8 @@ class LLM:
         name = str(dtype).removeprefix("torch.")
         name = DTYPES.get(name, name)
         choices = {"task": "embed" if runner == "pooling" else "predict"}
-        given = [*settings, *overrides]
-        run = compose_run(model, choices, None if name == "auto" else name, tokenizer, given, texts)
+        all_overrides = [*settings, *overrides]
+        run = compose_run(model, choices, None if name == "auto" else name, tokenizer, all_overrides, texts)
         if run.predict.max_prompt_tokens is not None:
             raise UserError("predict.truncate is not used by LLM: give SamplingParams(truncate_prompt_tokens=N)")
         if quantization is not None:
@@ -99,9 +99,9 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default settings of `generate`: the checkpoint's, else vLLM's."""
-        known = {each.name for each in fields(SamplingParams)}
-        own = {OWN_NAMES.get(name, name): value for name, value in self.engine.config.decode_defaults.items()}
-        return SamplingParams(**{name: value for name, value in own.items() if name in known})
+        known = {field.name for field in fields(SamplingParams)}
+        defaults = {OWN_NAMES.get(name, name): value for name, value in self.engine.config.decode_defaults.items()}
+        return SamplingParams(**{name: value for name, value in defaults.items() if name in known})
 
     def generate(
         self,
@@ -138,7 +138,7 @@ class LLM:
         `chat_template`: the path of a Jinja file; None: the default of this LLM.
         """
         many = messages if messages and isinstance(messages[0], list) else [messages]
-        rows = [_row(index, {"messages": each}) for index, each in enumerate(many)]
+        rows = [_row(index, {"messages": conversation}) for index, conversation in enumerate(many)]
         template = self._template if chat_template is None else str(chat_template)
         generator = self._generator(lora_request, template, add_generation_prompt)
         return self._generate(rows, sampling_params, use_tqdm, generator)
@@ -149,10 +149,10 @@ class LLM:
             raise UserError('embed needs a model that was loaded for it: give runner="pooling" to LLM')
         rows = _rows(prompts)
         tokens = [self._generator().encoder.encode(row) for row in rows]
-        vectors = self._embedder([{"prompt_token_ids": each.token_ids} for each in tokens])
+        vectors = self._embedder([{"prompt_token_ids": prompt.token_ids} for prompt in tokens])
         return [
-            EmbeddingRequestOutput(str(next(self._ids)), each.token_ids, EmbeddingOutput(vector.tolist()))
-            for each, vector in zip(tokens, vectors, strict=True)
+            EmbeddingRequestOutput(str(next(self._ids)), prompt.token_ids, EmbeddingOutput(vector.tolist()))
+            for prompt, vector in zip(tokens, vectors, strict=True)
         ]
 
     def _generator(
@@ -164,36 +164,38 @@ class LLM:
     def _generate(
         self,
         rows: list[PromptRow],
-        given: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         generator: TextGenerator,
     ) -> list[RequestOutput]:
         if self._embedder is not None:
             raise UserError('generate and chat need a model that was loaded for them: leave runner="pooling" out')
-        params = self._params_of(rows, given)
+        params = self._params_of(rows, sampling_params)
         with (
             self._turn,
             explained_out_of_memory(),
             report.progress_bar() if use_tqdm else nullcontext(report.NO_PROGRESS) as sink,
         ):
-            asked = [self._ask(row, each, generator) for row, each in zip(rows, params, strict=True)]
-            outputs = self._run([each.request for each in asked], sink)
+            row_requests = [self._ask(row, row_params, generator) for row, row_params in zip(rows, params, strict=True)]
+            outputs = self._run([row_request.request for row_request in row_requests], sink)
         eos_token_ids, adapter = self.engine.config.eos_token_ids, generator.adapter
         return [
-            request_output(each, output, self.engine.tokenizer if own.detokenize else None, eos_token_ids, adapter)
-            for each, output, own in zip(asked, outputs, params, strict=True)
+            request_output(
+                row_request, output, self.engine.tokenizer if row_params.detokenize else None, eos_token_ids, adapter
+            )
+            for row_request, output, row_params in zip(row_requests, outputs, params, strict=True)
         ]
 
     def _params_of(
-        self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
+        self, rows: list[PromptRow], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.get_default_sampling_params()] * len(rows)
-        if len(given) != len(rows):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or self.get_default_sampling_params()] * len(rows)
+        if len(sampling_params) != len(rows):
             raise UserError(
-                f"there are {len(given)} sampling_params for {len(rows)} prompts: give one, or one for each"
+                f"there are {len(sampling_params)} sampling_params for {len(rows)} prompts: give one, or one for each"
             )
-        return list(given)
+        return list(sampling_params)
 
     def _ask(self, row: PromptRow, params: SamplingParams, generator: TextGenerator) -> RowRequest:
         decode = replace(params.decode(), **self._of_engine)
@@ -222,9 +224,9 @@ class LLM:
 
 
 def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
-    one = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
-    many: list[Any] = [prompts] if one else list(prompts)
-    return [_row(index, each) for index, each in enumerate(many)]
+    is_single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
+    prompt_list: list[Any] = [prompts] if is_single else list(prompts)
+    return [_row(index, prompt) for index, prompt in enumerate(prompt_list)]
 
 
 def _row(index: int, prompt: Any) -> PromptRow:

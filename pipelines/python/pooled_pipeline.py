@@ -71,21 +71,23 @@ class PooledPipeline:
             raise UserError(f"batch_size={run.predict.batch_size} is more than {most}: give fewer, or make it for more")
         with self._turn, explained_out_of_memory():
             pooler = self.pooler(getattr(run, run.task.name), run.predict, self._source, self.engine)
-            found: dict[int, NDArray[np.float32]] = {}
+            values_by_row: dict[int, NDArray[np.float32]] = {}
             with closing(self.engine.generate(_requests(pooler, run.decode, rows), run.predict.batch_size)) as outputs:
                 for output in outputs:
                     if output.error:
                         raise output.error
-                    found[output.request_id] = pooler.values(output).numpy()
-        stacked = [found[index] for index in range(len(found))]
+                    values_by_row[output.request_id] = pooler.values(output).numpy()
+        stacked = [values_by_row[index] for index in range(len(values_by_row))]
         return np.stack(stacked) if stacked else np.empty((0, pooler.num_values), np.float32)
 
     def _with(self, run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
         section = getattr(run, run.task.name)
-        own = {field.name for field in fields(section)}
+        option_names = {field.name for field in fields(section)}
         for name, value in arguments.items():
-            if name not in own | set(OF_ROWS):
-                raise UserError(f"argument {name} does not exist: {list_known_names(sorted(own | set(OF_ROWS)), name)}")
+            if name not in option_names | set(OF_ROWS):
+                raise UserError(
+                    f"argument {name} does not exist: {list_known_names(sorted(option_names | set(OF_ROWS)), name)}"
+                )
             if type(value) not in KINDS[name]:
                 kinds = " or ".join(kind.__name__.removesuffix("Type") for kind in KINDS[name])
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}, not {kinds}")
@@ -98,7 +100,7 @@ class PooledPipeline:
                 )
             values["pooling"] = PoolingMode[values["pooling"]]
         predict = replace(run.predict, **{name: value for name, value in values.items() if name in OF_ROWS})
-        section = replace(section, **{name: value for name, value in values.items() if name in own})
+        section = replace(section, **{name: value for name, value in values.items() if name in option_names})
         return replace(run, predict=predict, **{run.task.name: section})
 
 

@@ -49,7 +49,7 @@ class StructuredOutputsParams:
 
     def __init__(self, **settings: Any) -> None:
         """Raises UserError for a field of vLLM that is not supported."""
-        names = [each.name for each in fields(self)]
+        names = [field.name for field in fields(self)]
         for name in names:
             setattr(self, name, settings.pop(name, None))
         for name, value in settings.items():
@@ -94,21 +94,23 @@ class SamplingParams:
 
     def __init__(self, *unnamed: Any, **settings: Any) -> None:
         """`guided_decoding` is the name of structured_outputs in earlier versions."""
-        names = [each.name for each in fields(self)]
+        names = [field.name for field in fields(self)]
         if unnamed:
             raise UserError("SamplingParams takes settings by their names alone, whose order depends on the version")
         if (guided := settings.pop("guided_decoding", None)) is not None:
             settings.setdefault("structured_outputs", guided)
-        for each in fields(self):
-            setattr(self, each.name, settings.pop(each.name, each.default))
+        for field in fields(self):
+            setattr(self, field.name, settings.pop(field.name, field.default))
         for name, value in settings.items():
             if name in OF_ITSELF:
                 continue
             if name not in OTHERS:
                 raise UserError(f"SamplingParams has no {name} here: {list_known_names(names, name)}")
-            taken, why = OTHERS[name]
-            if not any(value == each for each in taken) and not (name == "best_of" and value == self.n):
-                raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out; {why}")
+            neutral_values, reason = OTHERS[name]
+            if not any(value == neutral_value for neutral_value in neutral_values) and not (
+                name == "best_of" and value == self.n
+            ):
+                raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out; {reason}")
         self._check()
 
     def _check(self) -> None:

@@ -112,9 +112,9 @@ class TextGenerationPipeline:
         """
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
         try:
-            given = {**self._defaults, **_checked_arguments(arguments)}
+            call_arguments = {**self._defaults, **_checked_arguments(arguments)}
             decode = _decode(self._decode, arguments, self._suggested)
-            results = self._results(prompts, decode, given, self._generator(given), streamer)
+            results = self._results(prompts, decode, call_arguments, self._generator(call_arguments), streamer)
             if isinstance(prompts, Iterator):
                 if streamer:
                     raise UserError("a streamer needs to know how many prompts there are: give a list, not a generator")
@@ -157,8 +157,8 @@ class TextGenerationPipeline:
             finally:
                 self._caller = None
 
-    def _generator(self, given: dict[str, Any]) -> TextGenerator:
-        batch_size, most = given.get("batch_size"), self.engine.config.max_num_requests
+    def _generator(self, call_arguments: dict[str, Any]) -> TextGenerator:
+        batch_size, most = call_arguments.get("batch_size"), self.engine.config.max_num_requests
         if batch_size is not None and batch_size > most:
             limit = f"the {most} that this pipeline was made for"
             raise UserError(f"batch_size={batch_size} is more than {limit}: give fewer, or make it for more")
@@ -169,19 +169,19 @@ class TextGenerationPipeline:
         settings = self.run.predict
         encoder = PromptEncoder(
             self.tokenizer,
-            given.get("add_special_tokens", settings.add_special_tokens),
-            str(given.get("chat_template", settings.chat_template)),
+            call_arguments.get("add_special_tokens", settings.add_special_tokens),
+            str(call_arguments.get("chat_template", settings.chat_template)),
             truncate=settings.truncate,
             max_tokens=settings.max_prompt_tokens,
         )
-        prefix, adapter = given.get("prefix", settings.prefix), given.get("adapter", settings.adapter)
+        prefix, adapter = call_arguments.get("prefix", settings.prefix), call_arguments.get("adapter", settings.adapter)
         return TextGenerator(self.engine, encoder, prefix, adapter)
 
     def _results(
         self,
         prompts: Any,
         decode: DecodeConfig,
-        given: dict[str, Any],
+        call_arguments: dict[str, Any],
         generator: TextGenerator,
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
@@ -193,23 +193,23 @@ class TextGenerationPipeline:
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
             if streamer:
-                streamer.start(sum(len(each.texts) for each in prepared))
-        full_text = given.get("return_full_text", True)
+                streamer.start(sum(len(prepared_row.texts) for prepared_row in prepared))
+        full_text = call_arguments.get("return_full_text", True)
         running: dict[int, Prepared] = {}  # by row index
 
         def requests() -> Iterator[Request]:
-            for each in prepared:
-                running[each.row_request.request.id] = each
-                yield each.row_request.request
+            for prepared_row in prepared:
+                running[prepared_row.row_request.request.id] = prepared_row
+                yield prepared_row.row_request.request
 
         if streamer and full_text and not streamer.skip_prompt:
-            for each in prepared:
-                if text := each.row_request.prompt.text:
-                    for number in each.texts:
+            for prepared_row in prepared:
+                if text := prepared_row.row_request.prompt.text:
+                    for number in prepared_row.texts:
                         streamer.put(number, text)
         finished: dict[int, Result] = {}  # results that wait for an earlier row
         next_row = 0
-        with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
+        with closing(self.engine.generate(requests(), call_arguments.get("batch_size"))) as outputs:
             for output in outputs:
                 row = output.request_id
                 if output.error:
@@ -300,10 +300,10 @@ def _checked_streamer(streamer: Any) -> Any:
     return streamer
 
 
-def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) -> DecodeConfig:
+def _decode(base: DecodeConfig, arguments: dict[str, Any], suggested: float | None) -> DecodeConfig:
     """Return the decode settings of a call. `suggested`: the checkpoint's sampling temperature, if it has one."""
-    values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
-    do_sample = given.get("do_sample")
+    values = {name: value for name, value in arguments.items() if name in DECODE_ARGUMENTS}
+    do_sample = arguments.get("do_sample")
     if do_sample is False:
         if values.get("temperature"):  # a warning, as in transformers, and not an error
             log.warning("do_sample=False makes no use of temperature=%s", values["temperature"])

@@ -269,12 +269,16 @@ def run_settings(arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str
 
 
 def _answer(name: str, value: Any, answer: Answer) -> None:
-    taken = answer.taken
-    if (not value or value == "auto") if taken is None else any(value == each for each in taken):
+    neutral_values = answer.taken
+    if (
+        (not value or value == "auto")
+        if neutral_values is None
+        else any(value == neutral_value for neutral_value in neutral_values)
+    ):
         return
     if answer.is_refused:
-        given = name if name in SECRETS else f"{name}={value!r}"
-        raise UserError(f"{given} is not taken: leave it out; {answer.why}")
+        argument = name if name in SECRETS else f"{name}={value!r}"
+        raise UserError(f"{argument} is not taken: leave it out; {answer.why}")
     log.warning("%s=%r changes nothing: %s", name, value, answer.why)
 
 
@@ -313,10 +317,10 @@ def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         raise UserError(
             f"speculative_config is of type {type(config).__name__}: give a dictionary, such as {{'method': 'ngram'}}"
         )
-    given = {name: value for name, value in config.items() if value is not None}
-    path = given.pop("model", None)
-    method = given.pop("method", "draft_model" if path else None)
-    if method is None and not given:
+    settings = {name: value for name, value in config.items() if value is not None}
+    path = settings.pop("model", None)
+    method = settings.pop("method", "draft_model" if path else None)
+    if method is None and not settings:
         return [], {}
     if not isinstance(method, str) or method not in DRAFTING:
         raise UserError(f"speculative_config: method {method!r} is not here: give one of {', '.join(DRAFTING)}")
@@ -324,7 +328,7 @@ def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     if DRAFTING[method] == "ngram":
         keys |= {"prompt_lookup_max": "max_ngram", "prompt_lookup_min": "min_ngram"}
     overrides = [f"decode.speculate={DRAFTING[method]}"]
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in keys:
             raise UserError(
                 f"speculative_config: {name} is not taken with {method}: {list_known_names(list(keys), name)}"

@@ -80,27 +80,40 @@ class EmbeddingRequestOutput:
 
 
 def request_output(
-    asked: RowRequest, output: Output, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], adapter: str | None
+    row_request: RowRequest,
+    output: Output,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: frozenset[int],
+    adapter: str | None,
 ) -> RequestOutput:
     """Return vLLM's form of a finished request. `tokenizer`: None leaves the texts out. `adapter`: the request's."""
     completions = []
-    for index, each in enumerate(output.completions):
-        steps = each.logprobs
-        total = None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, each.token_ids, strict=True))
-        reason = None if each.stop_reason in eos_token_ids else each.stop_reason
+    for index, completion in enumerate(output.completions):
+        steps = completion.logprobs
+        total = (
+            None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, completion.token_ids, strict=True))
+        )
+        reason = None if completion.stop_reason in eos_token_ids else completion.stop_reason
         logprobs = None if steps is None else [_named(step, tokenizer) for step in steps]
-        text = "" if tokenizer is None else each.text or ""
+        text = "" if tokenizer is None else completion.text or ""
         completions.append(
             CompletionOutput(
-                index, text, each.token_ids, total, logprobs, each.finish_reason.value, reason, lora_request=adapter
+                index,
+                text,
+                completion.token_ids,
+                total,
+                logprobs,
+                completion.finish_reason.value,
+                reason,
+                lora_request=adapter,
             )
         )
-    of_prompt = output.prompt_logprobs
-    named = None if of_prompt is None else [None, *(_named(step, tokenizer) for step in of_prompt)]
+    prompt_logprobs = output.prompt_logprobs
+    named = None if prompt_logprobs is None else [None, *(_named(step, tokenizer) for step in prompt_logprobs)]
     return RequestOutput(
         str(output.request_id),
-        asked.prompt.text,
-        asked.request.prompt_token_ids,
+        row_request.prompt.text,
+        row_request.request.prompt_token_ids,
         named,
         completions,
         output.num_cached_tokens,

@@ -54,7 +54,7 @@ class Worker:
         if code >= 0:
             return f"ended with exit code {code}"
         why = ", out of memory?" if -code == signal.SIGKILL else ""
-        name = next((each.name for each in signal.Signals if each == -code), "of real time")
+        name = next((signal_number.name for signal_number in signal.Signals if signal_number == -code), "of real time")
         return f"was ended by signal {-code} ({name}{why})"
 
     def end(self) -> None:

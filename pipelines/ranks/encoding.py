@@ -31,9 +31,9 @@ def _json(value: object, parts: list[Any]) -> Any:
     if isinstance(value, Batch):
         return _json(value.numbers, parts), value.shape
     if isinstance(value, list | tuple):
-        return [_json(each, parts) for each in value]
+        return [_json(element, parts) for element in value]
     if isinstance(value, dict):
-        return {name: _json(each, parts) for name, each in value.items()}
+        return {name: _json(element, parts) for name, element in value.items()}
     if dataclasses.is_dataclass(value):
         return [_json(getattr(value, field.name), parts) for field in dataclasses.fields(value)]
     return value
@@ -63,11 +63,11 @@ class _Decoder:
             return kind(*map(self.value, types, json))
         origin, arguments = get_origin(kind), get_args(kind)
         if origin is list:
-            return [self.value(arguments[0], each) for each in json]
+            return [self.value(arguments[0], element) for element in json]
         if origin is tuple:
             return tuple(map(self.value, arguments, json))
         if origin is dict:
-            return {name: self.value(arguments[1], each) for name, each in json.items()}
+            return {name: self.value(arguments[1], element) for name, element in json.items()}
         if origin is UnionType and json is not None:
             return self.value(arguments[0], json)
         return json

@@ -105,8 +105,8 @@ def _of_srun(environment: Mapping[str, str]) -> Joined:
 
 def _tasks_of_node(counts: str, node: int) -> int:
     """Return a node's number of tasks from Slurm's notation: 2(x3),1 means 2, 2, 2 and 1."""
-    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
-    return [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))][node]
+    matches = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
+    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))][node]
 
 
 def first_host(nodes: str) -> str:
@@ -296,11 +296,11 @@ def _siblings(cpu: int) -> set[int]:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
         return {cpu}
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):  # such as 0-1 or 0,64
         first, _, last = part.partition("-")
-        found |= {*range(int(first), int(last or first) + 1)}
-    return found
+        cpus |= {*range(int(first), int(last or first) + 1)}
+    return cpus
 
 
 def _node(cpu: int) -> int:

@@ -68,8 +68,8 @@ def shared_memory_context(library: build.Library, fd: int, parallel_layout: Para
     tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     stride = library.shared_bytes(max(tp, 2))
 
-    def pair(border: int, own: int) -> SharedMemory:
-        return SharedMemory(library, fd, own, 2, spins, (pp + border * tp + rank) * stride)
+    def pair(border: int, pair_rank: int) -> SharedMemory:
+        return SharedMemory(library, fd, pair_rank, 2, spins, (pp + border * tp + rank) * stride)
 
     group = SharedMemory(library, fd, rank, tp, spins, stage * stride)
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
@@ -94,13 +94,13 @@ def torch_context(
     tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     kind = GROUPS[backend]
 
-    def pair(border: int, own: int) -> TorchGroup:
-        return kind(store, f"border {border} rank {rank}", own, 2, address, server)
+    def pair(border: int, pair_rank: int) -> TorchGroup:
+        return kind(store, f"border {border} rank {rank}", pair_rank, 2, address, server)
 
     group = kind(store, f"stage {stage}", rank, tp, address, server) if tp > 1 else Alone()
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
-    own = tuple(each for each in (group, *neighbours) if isinstance(each, TorchGroup))
-    return RankContext(parallel_layout, group, neighbours, -(-num_local // max(num_gpus, 1)), own)
+    torch_groups = tuple(link for link in (group, *neighbours) if isinstance(link, TorchGroup))
+    return RankContext(parallel_layout, group, neighbours, -(-num_local // max(num_gpus, 1)), torch_groups)
 
 
 def driver_context(
@@ -132,15 +132,17 @@ def _begin_in_memory(
 
 
 def _begin_in_groups(ranks: list[Rank], starts: list[Header], parallel: ParallelConfig) -> RankContext:
-    own, *others = addresses(ranks)
-    server = serve_addresses(own)
-    for rank, start, address in zip(ranks, starts, others, strict=True):
+    driver_address, *worker_addresses = addresses(ranks)
+    server = serve_addresses(driver_address)
+    for rank, start, address in zip(ranks, starts, worker_addresses, strict=True):
         with suppress(Gone):  # the watcher thread reports the reason
-            rank.channel.send(start | {"store": [own, server.port], "address": address})
+            rank.channel.send(start | {"store": [driver_address, server.port], "address": address})
     start = starts[0]
     parallel_layout = layout_of(0, start["tp"], start["pp"], parallel)
     backend, num_local, num_gpus = Backend[start["backend"]], start["num_local"], start["num_gpus"]
-    return torch_context(backend, (own, server.port), own, parallel_layout, num_local, num_gpus, server)
+    return torch_context(
+        backend, (driver_address, server.port), driver_address, parallel_layout, num_local, num_gpus, server
+    )
 
 
 def worker_context(

@@ -148,8 +148,8 @@ def addresses(ranks: list[Rank]) -> list[str]:
     if ranks[0].host is None:
         return [LOOPBACK] * (1 + len(ranks))
     ends = [rank.channel.addresses() for rank in ranks]
-    first = next((own for own, _ in ends if not own.startswith("127.")), LOOPBACK)
-    return [first, *(first if other.startswith("127.") else other for _, other in ends)]
+    first = next((local for local, _ in ends if not local.startswith("127.")), LOOPBACK)
+    return [first, *(first if remote.startswith("127.") else remote for _, remote in ends)]
 
 
 def _name(launched: Joined) -> str:

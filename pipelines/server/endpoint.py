@@ -61,7 +61,7 @@ class Endpoint:
         with self._explained(), httpx.Client(**self._connection) as client:
             response = client.get("/models")
             check_response(response)
-            self.models = [str(each["id"]) for each in response.json()["data"]]
+            self.models = [str(listed_model["id"]) for listed_model in response.json()["data"]]
         if not self.models:
             raise UserError(f"chat.url={url} lists no model: give the address of a server that has one")
         if model is not None and model not in self.models:

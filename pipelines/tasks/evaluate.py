@@ -26,12 +26,12 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
     Raises UserError, before any file is written, for files, rows and models that cannot be measured.
     """
-    data, asked = run.evaluate.data, run.evaluate.questions
-    if data is None and asked is None and not run.evaluate.tasks:
-        given = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
-        raise UserError(f"there is nothing to evaluate: give {given}, or several of them")
+    data, questions_file = run.evaluate.data, run.evaluate.questions
+    if data is None and questions_file is None and not run.evaluate.tasks:
+        options = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
+        raise UserError(f"there is nothing to evaluate: give {options}, or several of them")
     texts = [] if data is None else read_texts(data)
-    questions = [] if asked is None else read_questions(asked)
+    questions = [] if questions_file is None else read_questions(questions_file)
     if not questions:
         run.decode.check_unset("without evaluate.questions", "leave it out, or ask questions")
     start = time.perf_counter()
@@ -39,7 +39,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress)
         if engine.tokenizer is None:
             raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
-        if asked is not None:
+        if questions_file is not None:
             run = replace(run, decode=_greedy(run.decode, engine))
         if data is not None:
             run = replace(run, evaluate=_windowed(run.evaluate, engine))
@@ -164,8 +164,8 @@ def _print(metrics: dict[str, Any], output_dir: Path) -> None:
             ("accuracy", shown("accuracy", ".2f", f" % of {metrics['num_questions']:,}", 100)),
             *(
                 (f"{task}, {name}", f"{value:.4f}")
-                for task, own in metrics["tasks"].items()
-                for name, value in own.items()
+                for task, task_metrics in metrics["tasks"].items()
+                for name, value in task_metrics.items()
             ),
             ("weights", shown("weight_bytes", ",.1f", " MB", 1e-6)),
             ("peak memory", shown("peak_memory_bytes", ",.0f", " MB", 1e-6)),

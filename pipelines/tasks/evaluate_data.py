@@ -47,10 +47,10 @@ def read_texts(data: str | Path) -> list[Text]:
         return [Text(file.where, "".join(decoded(file.lines(), file.where)))]
     texts = []
     for row, values in _read_rows(file, {"text", "prompt", "id"}):
-        given = [values[name] for name in ("text", "prompt") if values.get(name) is not None]
-        if len(given) != 1 or not isinstance(given[0], str):
+        row_texts = [values[name] for name in ("text", "prompt") if values.get(name) is not None]
+        if len(row_texts) != 1 or not isinstance(row_texts[0], str):
             raise UserError(f'{row} needs a text as either "text" or "prompt"')
-        texts.append(Text(row, given[0]))
+        texts.append(Text(row, row_texts[0]))
     return texts
 
 
@@ -102,8 +102,8 @@ def encode_text(tokenizer: Tokenizer | None, text: Text) -> list[int]:
     except UserError as error:
         raise UserError(f"{text.where}: {error}") from error
     if len(token_ids) < 2:
-        found = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}"
-        raise UserError(f"{text.where} is too short: it is {found}, of which the first is not scored: give at least 2")
+        length = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}"
+        raise UserError(f"{text.where} is too short: it is {length}, of which the first is not scored: give at least 2")
     return token_ids
 
 

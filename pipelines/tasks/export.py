@@ -58,7 +58,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
         write_manifest(folder, {})
     sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
     return {
-        "num_nodes": sum(len(each.graph.body) + len(each.graph.head) for each in exported),
+        "num_nodes": sum(len(model.graph.body) + len(model.graph.head) for model in exported),
         "num_files": len(sizes),
         "bytes_written": sum(sizes),
         "runner_refuses_texts": refused,
@@ -105,6 +105,6 @@ def check_exportable(model: ModelConfig, parallel: ParallelConfig, device: Devic
         f"parallel={parallel.mode.name}": parallel.mode is not ParallelMode.single,
         "device=cuda": device.type is DeviceType.cuda,
     }
-    for given, is_given in refused.items():
-        if is_given:
-            raise UserError(f"{given} is not used by {user}: leave it out")
+    for setting, is_set in refused.items():
+        if is_set:
+            raise UserError(f"{setting} is not used by {user}: leave it out")

@@ -47,11 +47,11 @@ def write_export(
 def _write_part(part: ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
     model, cache, names = part.model, part.cache, dict[object, str]()
     traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
-    weights = [each.weights for each in traced]
+    weights = [graph.weights for graph in traced]
     folder.mkdir(exist_ok=True)
     save_tensors(folder / WEIGHTS, weights[0] | weights[1], {})
-    for each, file in zip(traced, (GRAPH, ADAPTED_GRAPH), strict=True):
-        torch.export.save(each.program, folder / file)
+    for graph, file in zip(traced, (GRAPH, ADAPTED_GRAPH), strict=True):
+        torch.export.save(graph.program, folder / file)
     sha256 = {file: sha256_of(folder / file) for file in (GRAPH, ADAPTED_GRAPH)}
     description = describe(
         model, cache, weights, quant, eos, part.results.outputs[0].shape[1], sha256, part.parallel_layout

@@ -44,8 +44,8 @@ def load_parts(plan: ModelPlan, tp: int, pp: int, steps: Steps) -> list[ShardExp
         return plan_model(plan.options, plan.quant, plan.source, plan.device, packed=True)
 
     def part(context: ThreadRankContext) -> ShardExport:
-        own = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
-        return _loaded(own, steps)
+        rank_plan = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
+        return _loaded(rank_plan, steps)
 
     expected = _loaded(planned(), steps).results.outputs
     parts = run_ranks(tp, pp, part)
@@ -71,19 +71,21 @@ def prove(folder: Path, parts: list[ShardExport], steps: Steps) -> list[Exported
     """
     tp, pp = parts[0].parallel_layout.tp, parts[0].parallel_layout.pp
 
-    def found(context: ThreadRankContext) -> tuple[ExportedLM, Results]:
+    def load_and_run(context: ThreadRankContext) -> tuple[ExportedLM, Results]:
         rank = context.parallel_layout.rank
-        own, group = part_folder(folder, context.parallel_layout), context.group if len(parts) > 1 else None
-        exported = ExportedLM(read_description(folder, rank), own, True, group, context.neighbours)
+        rank_folder, group = part_folder(folder, context.parallel_layout), context.group if len(parts) > 1 else None
+        exported = ExportedLM(read_description(folder, rank), rank_folder, True, group, context.neighbours)
         exported.load()
         return exported, steps.results(exported, parts[rank].cache)
 
     try:
-        models = run_ranks(tp, pp, found)
+        models = run_ranks(tp, pp, load_and_run)
     except UserError as error:
         raise UserError(f"{NOT_TAKEN} ({error.__cause__ or error}): {AS_IT_IS}") from error
     for part, (_, results) in zip(parts, models, strict=True):
-        own, others = ([*each.outputs, *each.stored] for each in (part.results, results))
-        if (number := differing(own, others)) is not None:
-            raise UserError(f"{NOT_TAKEN} (its graph differs from it in result {number} of {len(own)}): {AS_IT_IS}")
+        expected, actual = ([*rank_results.outputs, *rank_results.stored] for rank_results in (part.results, results))
+        if (number := differing(expected, actual)) is not None:
+            raise UserError(
+                f"{NOT_TAKEN} (its graph differs from it in result {number} of {len(expected)}): {AS_IT_IS}"
+            )
     return [exported for exported, _ in models]

@@ -134,13 +134,13 @@ class QuintetLM(TemplateLM):
                 limit = f"more than the model takes beside a token before it ({self._engine.config.context})"
                 raise UserError(f"a continuation has {len(continuation)} tokens, {limit}: give a shorter one")
             windows.append(Window(seen, len(continuation)))
-        return [(found.log_likelihood, found.is_greedy) for found in likelihoods(self._engine, windows)]
+        return [(score.log_likelihood, score.is_greedy) for score in likelihoods(self._engine, windows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log likelihood of each text, in disjoint windows that follow one token of context."""
         pairs = [list(self._rolling(request.args[0])) for request in requests]
-        found = iter(self._loglikelihood_tokens([(None, *pair) for own in pairs for pair in own]))
-        return [math.fsum(next(found)[0] for _ in own) for own in pairs]
+        scores = iter(self._loglikelihood_tokens([(None, *pair) for windows in pairs for pair in windows]))
+        return [math.fsum(next(scores)[0] for _ in windows) for windows in pairs]
 
     def _rolling(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
         windows = get_rolling_token_windows(
@@ -199,7 +199,7 @@ def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> Numbers:
     if unknown := [name for name in evaluate.tasks if name not in manager.all_tasks]:
         remedy = "give one that lm_eval has, or the folder of its YAML file by evaluate.tasks_folder"
         raise UserError(f"evaluate.tasks={unknown[0]} does not exist: {remedy}")
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=QuintetLM(engine),
         tasks=list(evaluate.tasks),
         task_manager=manager,
@@ -208,7 +208,7 @@ def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> Numbers:
         log_samples=False,
         bootstrap_iters=0,
     )
-    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
+    return {task: _numbers(metrics) for task, metrics in results["results"].items()}
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -216,8 +216,8 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     parts = [(name.partition(","), value) for name, value in metrics.items() if isinstance(value, int | float)]
     parts = [part for part in parts if part[0][1] and not part[0][0].endswith("_stderr")]
     numbers = {}
-    for metric, own in groupby(sorted(parts, key=lambda part: part[0]), key=lambda part: part[0][0]):
-        filtered = list(own)
+    for metric, group in groupby(sorted(parts, key=lambda part: part[0]), key=lambda part: part[0][0]):
+        filtered = list(group)
         for (_, _, name), value in filtered:
             numbers[metric if len(filtered) == 1 else f"{metric}.{name}"] = float(value)
     return numbers

@@ -96,12 +96,12 @@ class PredictJob(RowJob):
         if self._output_file is not None:
             is_paddlenlp = self._output_form is OutputForm.paddlenlp
             results = (_paddlenlp_row(r) if is_paddlenlp else r["row"] for r in records())
-            report.write_atomically(expanded(self._output_file), (f"{dumps(each)}\n" for each in results))
+            report.write_atomically(expanded(self._output_file), (f"{dumps(result)}\n" for result in results))
         if self.totals["num_answers"]:
             for name, is_wanted in (("batch_output.jsonl", True), ("batch_error.jsonl", False)):
                 answers = (record[ANSWER] for record in records() if ANSWER in record)
-                wanted = (each for each in answers if (each["response"]["status_code"] == 200) is is_wanted)
-                report.write_atomically(folder / name, (f"{dumps(each)}\n" for each in wanted))
+                wanted = (answer for answer in answers if (answer["response"]["status_code"] == 200) is is_wanted)
+                report.write_atomically(folder / name, (f"{dumps(answer)}\n" for answer in wanted))
 
 
 def _paddlenlp_row(record: Record) -> Row:
@@ -117,15 +117,17 @@ def _paddlenlp_row(record: Record) -> Row:
 def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
     if settings.output_file is None:
         return
-    file, given = expanded(settings.output_file), f"predict.output_file={settings.output_file}"
+    file, setting = expanded(settings.output_file), f"predict.output_file={settings.output_file}"
     if not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
-        raise UserError(f"{given} cannot be written, because {file.parent} is no folder that can be: give another file")
+        raise UserError(
+            f"{setting} cannot be written, because {file.parent} is no folder that can be: give another file"
+        )
     if file.exists() and not file.is_file():
-        raise UserError(f"{given} is not a file: give the name of a file")
+        raise UserError(f"{setting} is not a file: give the name of a file")
     if file.exists() and names_a_file(settings.data or "") and file.samefile(expanded(settings.data or "")):
-        raise UserError(f"{given} is predict.data itself, which would be replaced: give another file")
+        raise UserError(f"{setting} is predict.data itself, which would be replaced: give another file")
     if file.name in OWN_FILES and file.parent.resolve() in (output_dir.resolve(), expanded(settings.resume).resolve()):
-        raise UserError(f"{given} is a file that the run itself writes: give another name")
+        raise UserError(f"{setting} is a file that the run itself writes: give another name")
 
 
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:

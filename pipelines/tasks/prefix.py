@@ -83,8 +83,8 @@ def _check_target(target: Path) -> None:
 def _request(engine: Engine, encoder: PromptEncoder, row: PromptRow, decode: DecodeConfig) -> Request:
     """Return the request that computes a row's prompt, with the cache salt of later requests."""
     salt = decode.replaced(row.decode).cache_salt
-    own = DecodeConfig(max_new_tokens=1, ignore_eos=True, prefix_cache=True, cache_salt=salt)
-    return engine.request(row.index, encoder.encode(row).token_ids, own, prefix=row.prefix, adapter=row.adapter)
+    settings = DecodeConfig(max_new_tokens=1, ignore_eos=True, prefix_cache=True, cache_salt=salt)
+    return engine.request(row.index, encoder.encode(row).token_ids, settings, prefix=row.prefix, adapter=row.adapter)
 
 
 class _Kept:

@@ -45,13 +45,13 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=quant)
     job = QuantizeJob(float_model(run.model), quant, run.calibrate, run.quantize.format, run.parallel, run.device)
     output = run.quantize.output
-    given = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
+    output_folder = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     if run.quantize.dry_run:
-        print_preflight(job, source, given.parent if given else kept_folder("quantized"))
+        print_preflight(job, source, output_folder.parent if output_folder else kept_folder("quantized"))
         return
-    start, target = time.perf_counter(), given or job.default_target(source)
+    start, target = time.perf_counter(), output_folder or job.default_target(source)
     refuse_existing(target, run.quantize.overwrite, "quantize")
-    with nullcontext() if given else only_maker(target), report.progress_bar() as progress:
+    with nullcontext() if output_folder else only_maker(target), report.progress_bar() as progress:
         refuse_existing(target, run.quantize.overwrite, "quantize")  # another run may have made it meanwhile
         metrics = make_model(job, source, target, progress, True, run.quantize.overwrite)
     metrics |= {"quantize_s": time.perf_counter() - start}

@@ -131,8 +131,11 @@ def write_sweep(sweep: Sweep) -> str | None:
     Return a line with the number of failed jobs, if any.
     """
     folders = {file.parent: _record(file) for file in sweep.folder.rglob(RECORD)}
-    own = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}
-    read = [_read_job(folder, os.path.relpath(folder, sweep.folder)) for folder in sorted(own, key=own.__getitem__)]
+    job_numbers = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}
+    read = [
+        _read_job(folder, os.path.relpath(folder, sweep.folder))
+        for folder in sorted(job_numbers, key=job_numbers.__getitem__)
+    ]
     if not read:  # it ended before its first job
         return None
     jobs = _joined(read)

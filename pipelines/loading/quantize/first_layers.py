@@ -42,11 +42,11 @@ def first_layers(device: DeviceConfig, plan: ModelPlan, settings: RequestSetting
 def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
     """Return for each decoder layer the index of the first layer whose parameters have the same names and shapes."""
     shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
-    own = [
+    layer_shapes = [
         [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
         for part in parts[: plan.model.config.num_hidden_layers]
     ]
-    return list(map(own.index, own))
+    return list(map(layer_shapes.index, layer_shapes))
 
 
 def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearScheme]:

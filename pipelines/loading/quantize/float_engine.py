@@ -20,27 +20,29 @@ from quantization.file_layout import FileLayout
 def float_engine(
     job: QuantizeJob,
     settings: RequestSettings,
-    whole: ModelPlan,
+    full_plan: ModelPlan,
     layout: FileLayout,
     samples: list[list[int]],
     progress: ProgressSink,
 ) -> Iterator[tuple[Engine, Share]]:
     """Load the float model on the job's ranks. Yield its engine and this process's share; end the ranks after the block.
 
-    `whole`: the plan of the float model. `layout`: of the files to make.
+    `full_plan`: the plan of the float model. `layout`: of the files to make.
     """
     if not job.parallel.mode.divides:
-        engine = assemble(whole, job.device, DecodeConfig(), settings, 1, progress.loaded)
+        engine = assemble(full_plan, job.device, DecodeConfig(), settings, 1, progress.loaded)
         yield engine, whole_share(job.quant, layout, engine, samples)
         return
     from pipelines.loading.quantize.ranks import DriverShare  # here, because a run without ranks does not need it
     from pipelines.loading.start_driver import start_driver
 
-    driver = start_driver(whole, job.parallel, job.device)
+    driver = start_driver(full_plan, job.parallel, job.device)
     try:
-        plan = driver.part(plan_model(whole.options, whole.quant, whole.source, whole.device, packed=False))
+        plan = driver.part(
+            plan_model(full_plan.options, full_plan.quant, full_plan.source, full_plan.device, packed=False)
+        )
         engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded, driver=driver)
         batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-        yield engine, DriverShare(job.quant, job.format, layout, plan, whole, batches, cache, driver.workers)
+        yield engine, DriverShare(job.quant, job.format, layout, plan, full_plan, batches, cache, driver.workers)
     finally:
         driver.close()

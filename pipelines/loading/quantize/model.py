@@ -60,8 +60,11 @@ def _make(
     with_report: bool,
 ) -> dict[str, Any]:
     model, source, layout, data = engine.executor.model, ready.plan.source, ready.layout, ready.data
-    whole = ready.plan.model
-    bytes_before, num_weights = engine.executor.weight_bytes, sum(parameter.numel() for parameter in whole.parameters())
+    full_model = ready.plan.model
+    bytes_before, num_weights = (
+        engine.executor.weight_bytes,
+        sum(parameter.numel() for parameter in full_model.parameters()),
+    )
     files = PartFiles.begin(folder, job.identity(source))
     files.write_rest(share.rest())  # before the predictions, which may normalise a head in place
     before = Predictions(engine, data.held_out) if with_report else None
@@ -72,7 +75,7 @@ def _make(
         "weight_bytes": engine.executor.weight_bytes,
         "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.executor.other_ranks_peak_bytes,
     }
-    zeros = num_zeros(whole, reports) / num_weights
+    zeros = num_zeros(full_model, reports) / num_weights
     if layout.pruned:
         metrics["sparsity"] = zeros
     if before is not None:
@@ -80,7 +83,7 @@ def _make(
             engine.run_over(model, share.static_cache(engine.executor.cache))
         metrics |= before.compared_with(engine)
         write_report(folder, job, data.source, reports, metrics)
-    sparsity = sparsity_config(whole, job.quant.sparsity, layout.pruned, zeros)
+    sparsity = sparsity_config(full_model, job.quant.sparsity, layout.pruned, zeros)
     config = {"quantization_config": layout.config | sparsity, **mark_smoothing(job.quant)}
     files.complete(source.checkpoint, share.is_tied, config, engine.dtype)
     return metrics

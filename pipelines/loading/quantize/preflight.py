@@ -57,8 +57,8 @@ def preflight(
 
 def print_preflight(job: QuantizeJob, source: ModelSource, folder: Path) -> None:
     """Print the plan of a quantisation. Raises UserError as `preflight` does."""
-    found = preflight(job, source, read_request_settings(job.model, source), folder, with_report=True)
-    model, schemes, itemsize = found.plan.model, found.layout.schemes, found.plan.dtype.itemsize
+    ready = preflight(job, source, read_request_settings(job.model, source), folder, with_report=True)
+    model, schemes, itemsize = ready.plan.model, ready.layout.schemes, ready.plan.dtype.itemsize
     layers = linear_specs(model)
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
     before = sum(parameter.numel() for parameter in model.parameters()) * itemsize
@@ -70,10 +70,10 @@ def print_preflight(job: QuantizeJob, source: ModelSource, folder: Path) -> None
         [
             *((f"{count} layers", scheme) for scheme, count in counts.items()),
             *cache,
-            *([(f"{len(found.layout.pruned)} layers", f"pruned: {job.quant.sparsity}")] if found.layout.pruned else ()),
+            *([(f"{len(ready.layout.pruned)} layers", f"pruned: {job.quant.sparsity}")] if ready.layout.pruned else ()),
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
             ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs in one process"),
-            ("time", f"{found.duration} on this machine"),
+            ("time", f"{ready.duration} on this machine"),
         ]
     )

@@ -51,30 +51,30 @@ class DriverShare(Share):
         format: QuantizedFormat,
         layout: FileLayout,
         plan: ModelPlan,
-        whole: ModelPlan,
+        full_plan: ModelPlan,
         batches: list[Batch],
         cache: KVCache,
         workers: Workers,
     ) -> None:
         """`plan`: rank 0's shard.
 
-        `whole`: the whole model, on the meta device. All methods raise RankLost if a rank fails.
+        `full_plan`: the plan of the unsharded model, on the meta device. All methods raise RankLost if a rank fails.
         """
         workers.tell(BeginQuantization(plain(asdict(quant)), format.name, batches))
         group, parallel_layout = workers.context.group, workers.context.parallel_layout
         self._workers, self._tp = workers, parallel_layout.tp
-        self._stages = stage_layers(whole.model, parallel_layout.pp, whole.dtype)
+        self._stages = stage_layers(full_plan.model, parallel_layout.pp, full_plan.dtype)
         self._reached = 0  # the stage that holds the streams
-        super().__init__(quant, layout, plan.model, batches, cache, whole.model, plan.shards, group)
+        super().__init__(quant, layout, plan.model, batches, cache, full_plan.model, plan.shards, group)
 
     def rest(self) -> dict[str, Tensor]:
         last = len(self._stages) - 1
         for stage in {0, last}:
             self._tell(stage, Rest())
-        found = self._workers.meanwhile(super().rest)
+        tensors = self._workers.meanwhile(super().rest)
         if last:
-            found |= self._answer(last, Rest())
-        return {name: found[name] for name, _ in self._whole.named_parameters() if name in found}
+            tensors |= self._answer(last, Rest())
+        return {name: tensors[name] for name, _ in self._full_model.named_parameters() if name in tensors}
 
     def run(self, step: PartStep[Result]) -> Result:
         """Run a step on the part's stage. Its first step receives the previous stage's streams."""
@@ -112,6 +112,6 @@ def share_of(
     `plan`: the rank's shard. `batches`: the operation's, on the rank's device. Raises UserError as `plan_model` does.
     """
     quant = from_json(QuantConfig, operation.quant)
-    whole = plan_model(plan.options, plan.quant, plan.source, plan.device, packed=False).model
-    layout = file_layout(whole, quant, QuantizedFormat[operation.format])
-    return Share(quant, layout, plan.model, batches, cache, whole, plan.shards, group)
+    full_model = plan_model(plan.options, plan.quant, plan.source, plan.device, packed=False).model
+    layout = file_layout(full_model, quant, QuantizedFormat[operation.format])
+    return Share(quant, layout, plan.model, batches, cache, full_model, plan.shards, group)

@@ -53,7 +53,7 @@ class Share:
         model: CausalLM,
         batches: list[Batch],
         cache: KVCache,
-        whole: CausalLM | None = None,
+        full_model: CausalLM | None = None,
         shards: Mapping[str, Shard] | None = None,
         group: Group | None = None,
     ) -> None:
@@ -61,25 +61,27 @@ class Share:
 
         `cache` has one layer with room for each of the batches. The first batch is the probe.
 
-        For a rank, `whole` is the whole model on the meta device, `shards` describes its shard, and `group` connects
+        For a rank, `full_model` is the unsharded model on the meta device, `shards` describes its shard, and `group` connects
         the ranks of its stage. Raises UserError for weights that are not finite.
         """
         refuse_damaged(model)
         self._config, self._layout, self._model, self._shards = config, layout, model, shards or {}
-        self._whole, self._group = whole or model, group or Alone()
-        self.parts = parts_of(self._whole, layout.schemes, layout.pruned)
-        self.is_tied = tied_embedding(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
+        self._full_model, self._group = full_model or model, group or Alone()
+        self.parts = parts_of(self._full_model, layout.schemes, layout.pruned)
+        self.is_tied = tied_embedding(self._full_model.head) is not None and len(self.parts) == len(
+            self._full_model.layers
+        )
         """Whether the head has no tensors of its own."""
         is_first, (probe, *rest) = self._group.rank == 0, batches
-        of_probe = None if whole is None else (whole, _probe_cache(whole, model, probe, cache))
+        of_probe = None if full_model is None else (full_model, _probe_cache(full_model, model, probe, cache))
         self.calibrator = SequentialCalibrator(
             model, rest, probe, cache, is_sequential(config), config.has_static_kv_cache, is_first, of_probe
         )
-        self._quantizer = Quantizer(self._whole, config, self.calibrator)
+        self._quantizer = Quantizer(self._full_model, config, self.calibrator)
 
     def has(self, part: QuantizedLayer) -> bool:
         """Return whether the part belongs to this rank's stage."""
-        num_layers = len(self._whole.layers)
+        num_layers = len(self._full_model.layers)
         return min(part.index, num_layers - 1) in self._model.local_layers
 
     def run(self, step: "PartStep[Result]") -> Result:
@@ -88,7 +90,7 @@ class Share:
     def rest(self) -> dict[str, Tensor]:
         """Return the stage's tensors that belong to no part, whole on the first rank."""
         prefixes = tuple(part.prefix for part in self.parts)
-        return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
+        return self._joined(name for name, _ in self._full_model.named_parameters() if not name.startswith(prefixes))
 
     def choose(self, part: QuantizedLayer) -> StoredPart | None:
         """Prune the part, observe its inputs, and choose its codes on the first rank.
@@ -97,22 +99,22 @@ class Share:
         """
         self._arrive(part)
         pruned = self._prune(part) if part.pruned else {}
-        is_first, is_head = self._group.rank == 0, part.index == len(self._whole.layers)
+        is_first, is_head = self._group.rank == 0, part.index == len(self._full_model.layers)
         groups = self._quantizer.observe(part) if is_first or not is_head else []
-        names = [name for name, _ in self._whole.named_parameters() if name.startswith(part.prefix)]
-        if is_head and tied_embedding(self._whole.head) is not None:
-            names.append(f"{self._whole.layout.embedding}.weight")
+        names = [name for name, _ in self._full_model.named_parameters() if name.startswith(part.prefix)]
+        if is_head and tied_embedding(self._full_model.head) is not None:
+            names.append(f"{self._full_model.layout.embedding}.weight")
         with self._whole_floats(names):
             if not is_first:
                 return None
             stored, reports, folds = self._quantizer.quantize(part, groups, pruned)
-            tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
+            tensors = part_tensors(part, self._full_model, stored, self._layout.layout_of)
         return StoredPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
     def pass_over(self, part: QuantizedLayer) -> None:
         """Run the steps of `choose` that a part from an earlier run still needs."""
         self._arrive(part)
-        if part.index < len(self._whole.layers):
+        if part.index < len(self._full_model.layers):
             self.calibrator.observe()
 
     def place(self, part: QuantizedLayer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +123,7 @@ class Share:
         Returns the static scales of its KV cache, whole on the first rank.
         """
         place_part(part, self._model, tensors, self._shards, self._layout.layout_of)
-        absmax = self.calibrator.advance() if part.index < len(self._whole.layers) else None
+        absmax = self.calibrator.advance() if part.index < len(self._full_model.layers) else None
         if absmax is None:
             return {}
         shards = choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
@@ -149,10 +151,16 @@ class Share:
         names = [f"{name}.weight" for name in part.pruned]
         with self._whole_floats(names):
             reports = self._quantizer.prune(part, groups) if self._group.rank == 0 else {}
-            if self._whole is not self._model:
+            if self._full_model is not self._model:
                 for name in names:
-                    own, whole = (model.get_parameter(name).data for model in (self._model, self._whole))
-                    place_tensor(self._model, name, scatter_from_first(whole, own, self._shards.get(name), self._group))
+                    rank_weight, full_weight = (
+                        model.get_parameter(name).data for model in (self._model, self._full_model)
+                    )
+                    place_tensor(
+                        self._model,
+                        name,
+                        scatter_from_first(full_weight, rank_weight, self._shards.get(name), self._group),
+                    )
         self._group.check()  # if the first rank failed, the other ranks continue with invalid values until here
         return reports
 
@@ -163,24 +171,26 @@ class Share:
         All ranks of the stage must enter it.
         """
         # Sorted, because placing moves a tensor to the end of its module, and only the first rank places tensors.
-        joined = {} if self._whole is self._model else self._joined(sorted(names))
+        joined = {} if self._full_model is self._model else self._joined(sorted(names))
         floats = joined if self._group.rank == 0 else {}
         for name, tensor in floats.items():
-            place_tensor(self._whole, name, tensor)
+            place_tensor(self._full_model, name, tensor)
         yield
         for name, tensor in floats.items():
-            place_tensor(self._whole, name, torch.empty_like(tensor, device="meta"))
+            place_tensor(self._full_model, name, torch.empty_like(tensor, device="meta"))
 
     def _joined(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parameters of these names that the stage has, whole on the first rank."""
-        own = dict(self._model.named_parameters())
-        return {n: gather_on_first(own[n].data, self._shards.get(n), self._group) for n in names if n in own}
+        parameters = dict(self._model.named_parameters())
+        return {
+            n: gather_on_first(parameters[n].data, self._shards.get(n), self._group) for n in names if n in parameters
+        }
 
 
-def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
+def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     keys, device = cache.layers[0][0], probe.numbers.device
     num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
-    return allocate_kv_cache(whole.attention_heads[:1], num_blocks, block_size, None, keys.dtype, device)
+    return allocate_kv_cache(full_model.attention_heads[:1], num_blocks, block_size, None, keys.dtype, device)
 
 
 @dataclass(frozen=True)

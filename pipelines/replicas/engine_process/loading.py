@@ -82,8 +82,8 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
 
 def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
     """Set temperature to 1, the default of OpenAI's API, unless the run or the checkpoint chooses how to decode."""
-    given = suggested | {name: value for name, value in vars(decode).items() if value is not None}
-    if "temperature" in given or (given.get("num_beams") or 1) > 1 or given.get("penalty_alpha"):
+    settings = suggested | {name: value for name, value in vars(decode).items() if value is not None}
+    if "temperature" in settings or (settings.get("num_beams") or 1) > 1 or settings.get("penalty_alpha"):
         return decode
     return replace(decode, temperature=1.0)
 

@@ -173,8 +173,10 @@ class Chat:
         except TooLong as error:
             raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
         except UnreadArgument as error:
-            own = error.name in ("tools", *effort)
-            raise bad_request(str(error), error.name if own else f"chat_template_kwargs.{error.name}") from error
+            is_request_field = error.name in ("tools", *effort)
+            raise bad_request(
+                str(error), error.name if is_request_field else f"chat_template_kwargs.{error.name}"
+            ) from error
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 
@@ -186,13 +188,13 @@ class Chat:
         if message["role"] == "developer":
             return message | {"role": "system"}
         if not message.get("tool_calls"):
-            own = {name: value for name, value in message.items() if name != "tool_calls"}
-            return own | ({"content": ""} if own.get("content") is None else {})
+            fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            return fields | ({"content": ""} if fields.get("content") is None else {})
         calls = []
         for call in message["tool_calls"]:
             text = call["function"]["arguments"] or "{}"
-            given = text if self._form == "deepseek" else _arguments(text)
-            calls.append(call | {"function": call["function"] | {"arguments": given}})
+            arguments = text if self._form == "deepseek" else _arguments(text)
+            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
         return message | {"tool_calls": calls}
 
     def _settings(self, request: ChatRequest, tools: list[Tool], form: AnswerFormat, reasons: bool) -> dict[str, Any]:
