@@ -14,5 +14,5 @@ def check_adapters(names: Collection[str], chosen: str | None) -> None:
     """Raise UserError if `chosen` is not one of the adapter names."""
     if chosen is not None and chosen not in names:
         known = list_known_names(names, chosen) if names else "give model.adapters={NAME: FOLDER}, too"
-        what = f"predict.adapter={chosen} is none of model.adapters: {known}"
-        raise UserError(what, ErrorCode.unknown_value, "predict.adapter")
+        problem = f"predict.adapter={chosen} is none of model.adapters: {known}"
+        raise UserError(problem, ErrorCode.unknown_value, "predict.adapter")

@@ -157,8 +157,8 @@ def explain(error: Exception) -> str:
     line = " ".join(" ".join(dict.fromkeys(NOISE.split(text)[0] for text in texts)).split())
     if isinstance(error, UnicodeDecodeError):  # it does not name the file
         begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
-        there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
-        line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
+        line_of_file = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
+        line = f"a file of the config is not UTF-8, in the line {line_of_file!r}: convert it first"
     if isinstance(error, OverrideParseException) and "missing EQUAL" not in line:
         line = f"{shortened(str(error.override))} cannot be read: {_form_that_works(str(error.override))}"
     # Here the operating system is only called to make folders.
@@ -166,9 +166,9 @@ def explain(error: Exception) -> str:
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
-    ours = vars(pooling) | vars(quantization) | vars(speculation) | vars(schema)
+    configs_by_class = vars(pooling) | vars(quantization) | vars(speculation) | vars(schema)
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
-        if config := ours.get(class_name):  # not for Hydra's own classes
+        if config := configs_by_class.get(class_name):  # not for Hydra's own classes
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
             line += f": {list_known_names(names, key)}"
     if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
@@ -331,16 +331,16 @@ def _is_one_prompt(value: str) -> bool:
     parts = [os.path.expanduser(part.strip()) for part in value.split(",")]
     if HYDRAS_OWN.fullmatch(value) or (len(parts) > 1 and any(map(os.path.isfile, parts))):
         return False
-    one = len(parts) == 1 or re.search(r"\s", value) is not None
-    if one and len(parts) > 1:
+    is_single = len(parts) == 1 or re.search(r"\s", value) is not None
+    if is_single and len(parts) > 1:
         print(
             'predict.data is one prompt with commas in it: for several, quote each: \'"first","second"\'',
             file=sys.stderr,
         )
-    elif not one:
+    elif not is_single:
         jobs = f"predict.data has {len(parts)} values, a job for each"
         print(f"{jobs}: for one prompt with commas in it, quote it twice: \"'{value}'\"", file=sys.stderr)
-    return one
+    return is_single
 
 
 def saved_config(arguments: list[str]) -> list[str]:
@@ -359,22 +359,22 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     `--config-path FOLDER` names the folder of the saved config. A relative folder is relative to the working directory.
     Raises UserError if the folder does not exist.
     """
-    folder, others = _folder_flag(arguments, "-cp", "--config-path")
+    folder, other_arguments = _folder_flag(arguments, "-cp", "--config-path")
     if folder is None:
         return arguments
     if not folder.is_dir():
         raise UserError(f"--config-path={folder} is no folder: give the folder of a run, which has a config.yaml")
     file = folder / "config.yaml"
-    chosen = {key for argument in others if options(key := argument.partition("=")[0])}
+    chosen = {key for argument in other_arguments if options(key := argument.partition("=")[0])}
     saved = cast(DictConfig, OmegaConf.load(file)) if chosen and file.is_file() else OmegaConf.create()
     # There is nothing to replace, or the config has groups of its own.
     if OmegaConf.select(saved, "defaults") != SAVED_DEFAULTS:
-        return ["--config-path", str(folder), *others]
+        return ["--config-path", str(folder), *other_arguments]
     if "experiment" in chosen:
         raise UserError("experiment= does not go with a saved config: give the options and values of the experiment")
     # Use the data of the saved task, not of the option file.
-    if f"task={saved.task}" in others:
-        others.remove(f"task={saved.task}")
+    if f"task={saved.task}" in other_arguments:
+        other_arguments.remove(f"task={saved.task}")
         chosen.remove("task")
     # Before _self_, so that the saved section overrides the data of the option file.
     task: list[dict[str, str]] = []
@@ -386,7 +386,7 @@ def options_over_saved(arguments: list[str]) -> list[str]:
         task.append({"task": saved.task})  # any option; the argument replaces it
         # Only the saved task's section has values. A sweep keeps it if one of its jobs is that task.
         for section in options("task"):
-            if section != saved.task or section not in swept_tasks(others):
+            if section != saved.task or section not in swept_tasks(other_arguments):
                 _drop_section(saved, section)
         del saved["task"]
     for group in chosen:
@@ -397,18 +397,18 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     groups = [{group: options(group)[0]} for group in sorted(chosen)]
     saved.defaults = [SAVED_DEFAULTS[0], *task, SAVED_DEFAULTS[1], *groups, *SAVED_DEFAULTS[2:]]
     ConfigStore.instance().store("saved", saved)
-    return ["--config-name", "saved", *others]
+    return ["--config-name", "saved", *other_arguments]
 
 
 def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | None, list[str]]:
-    folder, others, rest = None, [], iter(arguments)
-    for argument in rest:
+    folder, other_arguments, remaining = None, [], iter(arguments)
+    for argument in remaining:
         name, equals, value = argument.partition("=")
         if name == short or (name.startswith(flag[: len("--config-p")]) and flag.startswith(name)):
-            folder = value if equals else next(rest, "")
+            folder = value if equals else next(remaining, "")
         else:
-            others.append(argument)
-    return (None if folder is None else Path(folder).expanduser().absolute()), others
+            other_arguments.append(argument)
+    return (None if folder is None else Path(folder).expanduser().absolute()), other_arguments
 
 
 def _quote(argument: str) -> str:

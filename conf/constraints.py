@@ -243,9 +243,9 @@ def check_fields(config: object, group: str = "") -> None:
 def _check_value(option: _Option, value: Any, key: str) -> None:
     fault = option.constraint.fault(value) if value is not None else ErrorCode.malformed if option.is_text else None
     if fault is not None:
-        shown = repr(value) if isinstance(value, str) else typed(value)
+        shown_value = repr(value) if isinstance(value, str) else typed(value)
         allowed = option.constraint.allowed(option.takes_null)
-        raise UserError(f"{key}={shortened(shown)} is not allowed: give {allowed}", fault, key)
+        raise UserError(f"{key}={shortened(shown_value)} is not allowed: give {allowed}", fault, key)
 
 
 def _check_groups(run: object, config: object, prefix: str) -> None:
@@ -274,9 +274,9 @@ def _check_choice(
 ) -> None:
     if value is not None and actual is not None and value not in table[actual]:
         others = [typed(choice) for choice, allowed in table.items() if value in allowed]
-        what = f"{key}={typed(value)} is not allowed with {other}={typed(actual)}"
+        problem = f"{key}={typed(value)} is not allowed with {other}={typed(actual)}"
         remedy = f"give {_or(map(typed, table[actual]))}, or {other}={_or(others)}"
-        raise UserError(f"{what}: {remedy}", ErrorCode.excludes, key)
+        raise UserError(f"{problem}: {remedy}", ErrorCode.excludes, key)
 
 
 def _check_rule(option: _Option, value: Any, key: str, rule: _Rule, by: _Option, actual: Any, other: str) -> None:
@@ -290,24 +290,25 @@ def _check_rule(option: _Option, value: Any, key: str, rule: _Rule, by: _Option,
     state = f"{other}={shortened(typed(actual))}{reason}"
     if rule.must_hold and condition.values is not None:
         raise unused(key, value, unset, state, condition.give or f"{other}={_or(map(typed, condition.values))}")
-    what = f"{key}={shortened(typed(value))}"
+    problem = f"{key}={shortened(typed(value))}"
     if rule.must_hold:
         remedy = f"give {other}={condition.give} too, or leave it at {typed(unset)}"
-        raise UserError(f"{what} needs {other}{reason}: {remedy}", ErrorCode.needs_other, key)
+        raise UserError(f"{problem} needs {other}{reason}: {remedy}", ErrorCode.needs_other, key)
     is_wrong = condition.values is not None and by.unset in condition.values
     change = f"another {other}" if is_wrong else f"{other}={typed(by.unset)}"
     remedy = f"give {key}={typed(unset)}, or {condition.give or change}"
-    raise UserError(f"{what} is not allowed with {state}: {remedy}", ErrorCode.excludes, key)
+    raise UserError(f"{problem} is not allowed with {state}: {remedy}", ErrorCode.excludes, key)
 
 
 def unused(key: str, value: Any, unset: Any, by: str, give: str) -> UserError:
     """Return the error for a setting that has no effect.
 
-    by: the reason, such as `task=bench`; give: what would make it effective. Of a config it names the first change.
+    by: the reason, such as `task=bench`; give: the setting that would make it effective. For a config, the error names
+    the first changed setting.
     """
     key, value, unset = _changed(key, value, unset)
-    what = f"{key}={shortened(typed(value))} is not used by {by}"
-    return UserError(f"{what}: leave it at {typed(unset)}, or give {give}", ErrorCode.needs_other, key)
+    problem = f"{key}={shortened(typed(value))} is not used by {by}"
+    return UserError(f"{problem}: leave it at {typed(unset)}, or give {give}", ErrorCode.needs_other, key)
 
 
 def _changed(key: str, value: Any, unset: Any) -> tuple[str, Any, Any]:

@@ -248,9 +248,9 @@ class DecodeConfig:
             if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
                 if isinstance(value, SpeculationConfig):
                     name, value = next((f"speculation.{name}", value) for name, value in value.changed().items())
-                shown = value.name if isinstance(value, Enum) else value
-                what = f"decode.{name}={shown} is not used {where}: {remedy}"
-                raise UserError(what, ErrorCode.needs_other, f"decode.{name}")
+                shown_value = value.name if isinstance(value, Enum) else value
+                problem = f"decode.{name}={shown_value} is not used {where}: {remedy}"
+                raise UserError(problem, ErrorCode.needs_other, f"decode.{name}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
         """Return a copy without open settings: null becomes the value in `defaults`, else in NEUTRAL.
@@ -301,8 +301,8 @@ class DecodeConfig:
         settings = dict(values)
         for name, value in values.items():
             if name not in hints:
-                what = f"decode.{shortened(name)} does not exist: {list_known_names(list(hints), name)}"
-                raise UserError(what, ErrorCode.unknown_name, f"decode.{shortened(name)}")
+                problem = f"decode.{shortened(name)} does not exist: {list_known_names(list(hints), name)}"
+                raise UserError(problem, ErrorCode.unknown_name, f"decode.{shortened(name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
                 settings[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON keys are always strings
@@ -313,8 +313,8 @@ class DecodeConfig:
                 settings[name] = value = speculation_of(self.speculation, value)
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
-                what = f"decode.{name}={shortened(repr(value))} is not of type {expected}"
-                raise UserError(what, ErrorCode.wrong_type, f"decode.{name}")
+                problem = f"decode.{name}={shortened(repr(value))} is not of type {expected}"
+                raise UserError(problem, ErrorCode.wrong_type, f"decode.{name}")
         return replace(self, **settings)
 
 

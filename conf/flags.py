@@ -31,17 +31,17 @@ def flags_first(arguments: list[str]) -> list[str]:
 
     Hydra accepts them before or after the overrides, but not between.
     """
-    flags, overrides, rest = list[str](), list[str](), list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    flags, overrides, remaining = list[str](), list[str](), list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         if not argument.startswith("-"):
             overrides.append(argument)
             continue
-        takes_value = argument in FLAGS_WITH_VALUE or (argument in INFO and bool(rest) and "=" not in rest[0])
+        takes_value = argument in FLAGS_WITH_VALUE or (argument in INFO and bool(remaining) and "=" not in remaining[0])
         flags.append(argument if takes_value or argument not in INFO else "--info=all")
-        flags += [rest.pop(0)] if takes_value and rest else []
-    shown = {flag.partition("=")[0] for flag in flags}
-    if "--resolve" in flags and not shown & {"--help", "-h", "--cfg", "-c"}:
+        flags += [remaining.pop(0)] if takes_value and remaining else []
+    flag_names = {flag.partition("=")[0] for flag in flags}
+    if "--resolve" in flags and not flag_names & {"--help", "-h", "--cfg", "-c"}:
         raise UserError("--resolve shows a config with its references resolved: give --cfg job --resolve")
     return flags + overrides
 

@@ -15,11 +15,11 @@ PAGE = Path(__file__).resolve().parent.parent / "MIGRATION.md"
 class Former(NamedTuple):
     """An option of another tool."""
 
-    theirs: str
+    option: str
     """As it is typed: a flag, a key, or a key with its value."""
-    ours: str
+    arguments: str
     """Arguments of run.py; "" if no argument is needed."""
-    why: str = ""
+    note: str = ""
     """The difference, or the reason why no argument is needed."""
 
 
@@ -254,7 +254,7 @@ def _refuse(argument: str, with_value: str) -> None:
     for typed in (with_value, argument, argument.partition("=")[0]):
         for tool, rows in SECTIONS.items():
             for row in rows:
-                if row.theirs == typed or (typed.startswith("--") and _flag(typed) == _flag(row.theirs)):
+                if row.option == typed or (typed.startswith("--") and _flag(typed) == _flag(row.option)):
                     raise UserError(f"{argument} is an option of {tool}: {_answer(row)}; MIGRATION.md has the others")
     if argument.endswith(".gguf") and "=" not in argument:
         raise UserError(
@@ -272,7 +272,9 @@ def page() -> str:
     ]
     for tool, rows in SECTIONS.items():
         lines += ["", f"## {tool}", "", INTRODUCTIONS[tool], "", "| theirs | here | what differs |", "|---|---|---|"]
-        lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else 'nothing'} | {row.why} |" for row in rows]
+        lines += [
+            f"| `{row.option}` | {f'`{row.arguments}`' if row.arguments else 'nothing'} | {row.note} |" for row in rows
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -282,9 +284,9 @@ def _flag(name: str) -> str:
 
 
 def _answer(row: Former) -> str:
-    if not row.ours:
-        return f"leave it out, {row.why}"
-    return f"give {row.ours} here" + (f" ({row.why})" if row.why else "")
+    if not row.arguments:
+        return f"leave it out, {row.note}"
+    return f"give {row.arguments} here" + (f" ({row.note})" if row.note else "")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def check_guide(guide: Any) -> None:
         allowed = "{json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or {lark: TEXT}"
         raise UserError(f"decode.guide={shortened(repr(guide))} is not allowed: give one of {allowed}, or null")
     ((kind, value),) = guide.items()
-    if (wanted := _wanted(kind, value)) is not None:
-        raise UserError(f"decode.guide.{kind}={shortened(repr(value))} is not allowed: give {wanted}")
+    if (allowed_values := _allowed_values(kind, value)) is not None:
+        raise UserError(f"decode.guide.{kind}={shortened(repr(value))} is not allowed: give {allowed_values}")
     try:
         size = len(guide_text(guide).encode())
     # An unpaired surrogate raises a ValueError.
@@ -45,7 +45,7 @@ def guide_text(guide: dict[str, Any]) -> str:
     return json.dumps(guide, ensure_ascii=False, allow_nan=False)
 
 
-def _wanted(kind: str, value: Any) -> str | None:
+def _allowed_values(kind: str, value: Any) -> str | None:
     """Return the allowed values of a kind of guide; None if the value is allowed."""
     match kind:
         case "json_schema":
@@ -68,5 +68,5 @@ def _wanted(kind: str, value: Any) -> str | None:
 
 def _has_options(lark: str) -> bool:
     """Whether a grammar has an x-guidance other than CALL_SPACING, also if it is spelled with JSON escapes."""
-    rest = lark.replace(f'"x-guidance": {json.dumps(CALL_SPACING)}', "")
-    return "x-guidance" in re.sub(r"\\u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), rest)
+    other_text = lark.replace(f'"x-guidance": {json.dumps(CALL_SPACING)}', "")
+    return "x-guidance" in re.sub(r"\\u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), other_text)

@@ -231,8 +231,8 @@ class ParallelConfig:
         for name, unset in (("sum", Sum.gather), ("experts", ExpertPlacement.split)):
             value, key = getattr(self, name), f"parallel.{name}"
             if self.mode is ParallelMode.ray and self.tp is None and value is not unset:
-                what = f"{key}={value.name} is of ranks, which parallel=ray has with parallel.tp"
-                raise UserError(f"{what}: give parallel.tp too, or leave it out", ErrorCode.needs_other, key)
+                problem = f"{key}={value.name} is of ranks, which parallel=ray has with parallel.tp"
+                raise UserError(f"{problem}: give parallel.tp too, or leave it out", ErrorCode.needs_other, key)
 
 
 def _is_memory(size: str) -> bool:
@@ -312,27 +312,27 @@ class RunConfig:
         calibrates = self.task is Task.quantize or self.quant.needs_calibration
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with {by}"
-            what = f"calibrate is not used by {scheme}: leave it out, or give task=quantize"
-            raise UserError(what, ErrorCode.needs_other, "calibrate")
+            problem = f"calibrate is not used by {scheme}: leave it out, or give task=quantize"
+            raise UserError(problem, ErrorCode.needs_other, "calibrate")
         if self.quant.sparsity.prunes and self.task is not Task.quantize:
-            what = f"quant.sparsity.method={self.quant.sparsity.method.name} is not used by {by}"
+            problem = f"quant.sparsity.method={self.quant.sparsity.method.name} is not used by {by}"
             remedy = "make the pruned model by task=quantize, and give its folder as model.path"
-            raise UserError(f"{what}: {remedy}", ErrorCode.needs_other, "quant.sparsity.method")
+            raise UserError(f"{problem}: {remedy}", ErrorCode.needs_other, "quant.sparsity.method")
         unread = replace(self.quantize, format=QuantizedFormat.compressed_tensors) if calibrates else self.quantize
         if self.task is not Task.quantize and unread != QuantizeConfig():
             raise unused("quantize", unread, QuantizeConfig(), by, "task=quantize")
         loaded = self.quant, self.device, self.parallel, self.model.adapters
         if self.chat.url and loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
-            what = "quant, device, parallel and adapters are not used with chat.url, whose server has its own"
-            raise UserError(f"{what}: leave them out", ErrorCode.excludes, "chat.url")
+            problem = "quant, device, parallel and adapters are not used with chat.url, whose server has its own"
+            raise UserError(f"{problem}: leave them out", ErrorCode.excludes, "chat.url")
         self._check_parallel()
         self._check_predict()
 
     def _check_parallel(self) -> None:
         if self.parallel.mode is ParallelMode.ray and not self.task.reads_rows:
             remedy = "serve.replicas" if self.task is Task.serve else "task=predict, embed or score"
-            what = f"parallel=ray is not used by task={self.task.name}: leave it out, or give {remedy}"
-            raise UserError(what, ErrorCode.needs_other, "parallel.mode")
+            problem = f"parallel=ray is not used by task={self.task.name}: leave it out, or give {remedy}"
+            raise UserError(problem, ErrorCode.needs_other, "parallel.mode")
         if self.parallel.mode is ParallelMode.auto and (
             self.predict.export or self.task not in (Task.predict, Task.bench)
         ):
@@ -342,8 +342,8 @@ class RunConfig:
         mode, tp, pp = self.parallel.mode, self.parallel.tp, self.parallel.pp
         if (mode.divides or tp or pp) and self.task in (Task.convert, Task.prefix):
             ranks = f"parallel={mode.name}" if mode.divides else f"parallel.pp={pp}" if pp else f"parallel.tp={tp}"
-            what = f"task={self.task.name} does not work with {ranks}: leave one of them out"
-            raise UserError(what, ErrorCode.excludes, "parallel.mode")
+            problem = f"task={self.task.name} does not work with {ranks}: leave one of them out"
+            raise UserError(problem, ErrorCode.excludes, "parallel.mode")
 
     def _check_predict(self) -> None:
         check_adapters(self.model.adapters or {}, self.predict.adapter)

@@ -117,15 +117,15 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
     for name, setting in value.items():
         dotted = f"decode.speculation.{shortened(str(name))}"
         if name not in kinds:
-            what = f"{dotted} does not exist: {list_known_names(list(kinds), str(name))}"
-            raise UserError(what, ErrorCode.unknown_name, dotted)
+            problem = f"{dotted} does not exist: {list_known_names(list(kinds), str(name))}"
+            raise UserError(problem, ErrorCode.unknown_name, dotted)
         if name in ("model_path", "acceptance"):
             raise UserError(f"{dotted} is not for a row: give it to the run", key=dotted)
         if issubclass(kinds[name], Enum):
             setting = _member(kinds[name], dotted, setting)
         if type(setting) is not kinds[name]:
-            what = f"{dotted}={shortened(repr(setting))} is not of type {kinds[name].__name__}"
-            raise UserError(what, ErrorCode.wrong_type, dotted)
+            problem = f"{dotted}={shortened(repr(setting))} is not of type {kinds[name].__name__}"
+            raise UserError(problem, ErrorCode.wrong_type, dotted)
         settings[name] = setting
     return replace(known, **settings)
 
@@ -134,6 +134,6 @@ def _member(options: type[Enum], dotted: str, value: object) -> Any:
     if isinstance(value, options):
         return value
     if value not in (names := [member.name for member in options]):
-        what = f"{dotted}={shortened(repr(value))} does not exist: there are {', '.join(names)}"
-        raise UserError(what, ErrorCode.unknown_value, dotted)
+        problem = f"{dotted}={shortened(repr(value))} does not exist: there are {', '.join(names)}"
+        raise UserError(problem, ErrorCode.unknown_value, dotted)
     return options[str(value)]

@@ -174,21 +174,23 @@ def _compile(compiler: str, name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1]]
         objects = [f"{folder}/{number}.o" for number in range(len(sources()))]
-        commands = [[*flags, "-c", str(file), "-o", made] for file, made in zip(sources(), objects, strict=True)]
+        commands = [
+            [*flags, "-c", str(file), "-o", object_file] for file, object_file in zip(sources(), objects, strict=True)
+        ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each thread waits for a compiler process
             list(pool.map(run, commands))
-        made = Path(folder) / path.name
-        run([*flags, "-shared", *objects, "-o", str(made)])
-        made.chmod(0o755)  # independent of the umask: `refuse_foreign` rejects files that others can write
-        made.replace(path)
+        library = Path(folder) / path.name
+        run([*flags, "-shared", *objects, "-o", str(library)])
+        library.chmod(0o755)  # independent of the umask: `refuse_foreign` rejects files that others can write
+        library.replace(path)
 
 
 def run(command: list[str]) -> None:
     """Run the compiler. Raises NotBuilt with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = done.stderr.strip()[:2000]
-        raise NotBuilt(f"{command[0]} failed; g++ 11 or later compiles the kernels. It says:\n{said}")
+        error_output = done.stderr.strip()[:2000]
+        raise NotBuilt(f"{command[0]} failed; g++ 11 or later compiles the kernels. It says:\n{error_output}")
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def _refuse(path: Path, remedy: str, is_above: bool) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what killed compilations left in `folder`, once it is too old to belong to a running process."""
-    for left in folder.glob("tmp*"):
+    """Remove the leftovers of killed compilations in `folder` that are too old to belong to a running process."""
+    for leftover in folder.glob("tmp*"):
         try:
-            if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:
-                shutil.rmtree(left)
+            if time.time() - leftover.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(leftover)
         except OSError:  # another process removed it, or it cannot be removed: the next compilation tries again
             continue

@@ -180,9 +180,9 @@ def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callab
     """Return the call that writes into the results. Arguments that the out= variant lacks (dtype, device) come from the
     results."""
     again = REPEATABLE[func]
-    taken = {argument.name for argument in again._schema.arguments}
+    argument_names = {argument.name for argument in again._schema.arguments}
     names = [argument.name for argument in again._schema.arguments if argument.is_out]
-    kwargs = {name: value for name, value in kwargs.items() if name in taken}
+    kwargs = {name: value for name, value in kwargs.items() if name in argument_names}
     return functools.partial(again, *args, **kwargs, **dict(zip(names, results, strict=True)))
 
 

@@ -175,8 +175,8 @@ class Schema:
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         flat: list[Any] = []
         # Flattened arguments have no defaults in the schema.
-        left = self._defaults[len(args) :] if any(self._parts[len(args) :]) else []
-        for part, argument in zip(self._parts, (*args, *left), strict=False):
+        remaining = self._defaults[len(args) :] if any(self._parts[len(args) :]) else []
+        for part, argument in zip(self._parts, (*args, *remaining), strict=False):
             flat += [argument] if part is None else part.flatten(argument)
         return flat
 

@@ -69,7 +69,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def lines() -> list[str]:
     """Return each command of the page once, without those whose needs are not available."""
-    ours = dict.fromkeys(row.ours for rows in SECTIONS.values() for row in rows if row.ours)
+    ours = dict.fromkeys(row.arguments for rows in SECTIONS.values() for row in rows if row.arguments)
     return [line for line in ours if not any(absent in line for absent in ABSENT)]
 
 

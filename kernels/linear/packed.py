@@ -243,13 +243,13 @@ def _check_grouped(x: Activations, weights: WeightGroup, starts: Tensor, ups: We
     if (starts.shape, starts.dtype) != ((count + 1,), torch.int64):
         raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {count} weights")
     if isinstance(x, QuantizedActivations) and len(x.scales) != len(x):
-        raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: each has its own beside weights in groups")
+        raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: grouped weights need one scale per row")
     if ups is None:
         return
     _check(x, [first, ups.first], [None, None])
     if (len(ups.weights), ups.first.num_outputs) != (count, first.num_outputs):
         gate_text, up_text = (f"{len(group.weights)} of {group.first.num_outputs} outputs" for group in (weights, ups))
-        raise ValueError(f"gates {gate_text} beside {up_text}")
+        raise ValueError(f"gates {gate_text}, but ups {up_text}")
 
 
 def _grouped_matmul(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:

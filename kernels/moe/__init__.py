@@ -56,9 +56,9 @@ def _check_corrected(
         raise ValueError(f"{shapes} are not logits [T, N] and corrections [N] of float32")
     if not 1 <= num_kept <= num_groups or experts % num_groups or (num_kept < num_groups and experts < 2 * num_groups):
         raise ValueError(f"{num_kept} of {num_groups} groups of {experts} experts cannot be kept")
-    left = num_kept * experts // num_groups
-    if not 1 <= num_chosen <= left:
-        raise ValueError(f"{num_chosen} of {left} experts cannot be chosen: at least 1, at most all")
+    num_candidates = num_kept * experts // num_groups
+    if not 1 <= num_chosen <= num_candidates:
+        raise ValueError(f"{num_chosen} of {num_candidates} experts cannot be chosen: at least 1, at most all")
 
 
 def _empty_choice(logits: Tensor, correction: Tensor, num_chosen: int, *_: object) -> tuple[Tensor, Tensor]:

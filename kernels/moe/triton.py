@@ -151,9 +151,9 @@ def _route(
     order = tl.where(logit == logit, logit, float("inf"))
     rank = tl.full([SIZE], num_chosen, tl.int32)
     for place in range(num_chosen):
-        left = inside & (rank == num_chosen)
-        likeliest = tl.max(tl.where(left, order, float("-inf")), 0)
-        best = tl.min(tl.where(left & (order == likeliest), expert, SIZE), 0)
+        remaining = inside & (rank == num_chosen)
+        likeliest = tl.max(tl.where(remaining, order, float("-inf")), 0)
+        best = tl.min(tl.where(remaining & (order == likeliest), expert, SIZE), 0)
         rank = tl.where(expert == best, place, rank)
     is_chosen = rank < num_chosen
     share = tl.exp(logit - tl.max(order, 0))

@@ -93,14 +93,14 @@ def paged_attention(
 def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int, dtype: torch.dtype) -> Launch:
     """Return the launch for `heads` query heads that share a key. Prefill has many rows per key, decode has few. Wide
     heads and float32 leave shared memory for fewer positions. Matrix units of Hopper take at least 64 rows."""
-    wanted = heads * triton.cdiv(num_tokens, num_sequences)
+    rows_per_key = heads * triton.cdiv(num_tokens, num_sequences)
     if dtype.itemsize == 4:
-        return Launch(16 if wanted <= 16 else 32, 32 if channels <= 256 else 16, 8, 2)
+        return Launch(16 if rows_per_key <= 16 else 32, 32 if channels <= 256 else 16, 8, 2)
     if channels > 256:
-        return Launch(16, 32, 4, 2) if wanted <= 16 else Launch(64, 16, 8, 2)
-    if wanted <= 16:
+        return Launch(16, 32, 4, 2) if rows_per_key <= 16 else Launch(64, 16, 8, 2)
+    if rows_per_key <= 16:
         return Launch(16, 64 if channels <= 128 else 32, 4, 3)
-    if wanted <= 64:
+    if rows_per_key <= 64:
         return Launch(64, 64 if channels <= 128 else 32, 4, 2)
     return Launch(128, 64, 8, 3) if channels <= 128 else Launch(128, 32, 8, 2)
 
@@ -108,8 +108,8 @@ def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int
 def num_splits(programs: int, longest: int) -> int:
     """Return the number of splits of a sequence, a power of 2: enough to fill a GPU, but none shorter than
     SPLIT_POSITIONS for the `longest` possible sequence."""
-    wanted = min(triton.cdiv(FULL_GPU, programs), triton.cdiv(longest, SPLIT_POSITIONS), MAX_SPLITS)
-    return int(triton.next_power_of_2(wanted))
+    num_needed = min(triton.cdiv(FULL_GPU, programs), triton.cdiv(longest, SPLIT_POSITIONS), MAX_SPLITS)
+    return int(triton.next_power_of_2(num_needed))
 
 
 def _storage(cache: PagedVectors) -> tuple[Tensor, Tensor | None]:

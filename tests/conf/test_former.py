@@ -27,8 +27,8 @@ def test_the_page_is_that_of_the_table() -> None:
 @each("tool", SECTIONS, quick=["llama.cpp"])
 def test_what_the_page_says_is_an_option_here(tool: str) -> None:
     for row in SECTIONS[tool]:
-        assert row.ours or row.why
-        ours = row.ours
+        assert row.arguments or row.note
+        ours = row.arguments
         for name, example in EXAMPLES.items():
             ours = ours.replace(name, example)
         if ours and not ours.startswith("--"):
@@ -38,11 +38,11 @@ def test_what_the_page_says_is_an_option_here(tool: str) -> None:
 def test_an_option_of_another_tool_is_answered_with_ours() -> None:
     for tool, rows in SECTIONS.items():
         for row in rows:
-            typed = row.theirs.removeprefix("-m ")
+            typed = row.option.removeprefix("-m ")
             with pytest.raises(UserError) as raised:
                 checked([typed])
             assert typed in str(raised.value)
-            assert row.ours.replace("FILE.gguf", typed) in str(raised.value)
+            assert row.arguments.replace("FILE.gguf", typed) in str(raised.value)
             assert tool in str(raised.value)
             assert "\n" not in str(raised.value)
 

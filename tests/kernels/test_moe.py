@@ -262,20 +262,20 @@ def test_refuses_gates_and_partners_that_differ() -> None:
     x, starts = randn(6, 64), torch.tensor([0, 2, 6])
     dense = {n: products.WeightGroup([products.pack(randn(n, 64))] * 2) for n in (17, 18)}
     one, narrow = (products.WeightGroup([products.pack(randn(17, n))]) for n in (64, 63))
-    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs, but ups 2 of 18 outputs"):
         products.grouped_matmul(x, dense[17], starts, dense[18])  # the same number of tiles
-    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs, but ups 1 of 17 outputs"):
         products.grouped_matmul(x, dense[17], starts, one)
     with pytest.raises(ValueError, match="cannot be multiplied by a weight of 63 inputs"):
         products.grouped_matmul(x, dense[17], starts, narrow)
     coded = {n: products.pack_codes(torch.ones(n, 64, dtype=torch.int8), torch.ones(n, 1), None, 8) for n in (17, 18)}
     weights = products.WeightGroup([coded[17]] * 2)
-    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs, but ups 2 of 18 outputs"):
         products.grouped_matmul(x, weights, starts, products.WeightGroup([coded[18]] * 2))
-    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs, but ups 1 of 17 outputs"):
         products.grouped_matmul(x, weights, starts, products.WeightGroup([coded[17]]))
     codes = torch.ones(6, 64, dtype=torch.int8)
-    with pytest.raises(ValueError, match="1 scale for 6 rows: each has its own beside weights in groups"):
+    with pytest.raises(ValueError, match="1 scale for 6 rows: grouped weights need one scale per row"):
         products.grouped_matmul(QuantizedActivations(codes, torch.ones(1, 1), x.dtype), weights, starts)
 
 
