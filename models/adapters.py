@@ -67,7 +67,7 @@ def read_adapter(
     """Read an adapter in PEFT's layout for a loaded model.
 
     folds: the smoothing scales of each linear layer, by its name.
-    base: the files of the base model. PEFT may save copies of base tensors together with an adapted head; such copies
+    base: the files of the base model. PEFT may save copies of base tensors together with an adapted head; these copies
     are ignored.
 
     Raises UserError for damaged files, for an adapter of another model, and for changes that must be merged.

@@ -67,8 +67,8 @@ def checkpoint_parts(model: nn.Module) -> dict[str, tuple[MatrixLayer, str]]:
 
 def other_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not held by a matrix layer's method."""
-    held = {f"{name}.{part}" for name, layer in matrix_layers(model).items() for part in layer.held}
-    return {name: parameter for name, parameter in model.named_parameters() if name not in held}
+    method_parameters = {f"{name}.{part}" for name, layer in matrix_layers(model).items() for part in layer.held}
+    return {name: parameter for name, parameter in model.named_parameters() if name not in method_parameters}
 
 
 def packed_method(layer: Linear, dtype: torch.dtype, device: torch.device) -> PackedDenseMethod | None:

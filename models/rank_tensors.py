@@ -11,8 +11,8 @@ from models.sharding import Shard
 def gather_on_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return the whole tensor on rank 0; all other ranks return their part. Every rank of the group calls it.
 
-    `shard`: this rank's shard, or None for a replicated tensor. If several ranks hold an index, such as that of a
-    replicated key head, the last of them provides its values.
+    `shard`: this rank's shard, or None for a replicated tensor. If several ranks hold an index, as for a
+    replicated key head, the last of these ranks provides its values.
     """
     if shard is None or group.size == 1:
         return part

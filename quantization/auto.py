@@ -99,12 +99,14 @@ def free_bytes(model: CausalLM, config: QuantConfig, dtype: torch.dtype) -> int:
     if config.max_bytes is None:
         num_weights = sum(number for name, number in numbers.items() if name not in fixed)
         return int((config.bits or AUTO_BITS) / 8 * num_weights)
-    others = sum(module_bytes(model, dtype).values()) - dtype.itemsize * sum(numbers.values())
+    fixed_bytes = sum(module_bytes(model, dtype).values()) - dtype.itemsize * sum(numbers.values())
     chosen = plan(model, replace(config, scheme=QuantScheme.int8, max_bytes=None)) if config.overrides else {}
     for name in fixed & numbers.keys():
         scheme = chosen.get(name)
-        others += numbers[name] * dtype.itemsize if scheme is None else scheme.weights.num_bytes(*specs[name].shape)
-    return config.max_bytes - others
+        fixed_bytes += (
+            numbers[name] * dtype.itemsize if scheme is None else scheme.weights.num_bytes(*specs[name].shape)
+        )
+    return config.max_bytes - fixed_bytes
 
 
 def check_budget(groups: Sequence[Group], max_bytes: int, config: QuantConfig) -> None:

@@ -42,5 +42,5 @@ def _least(scores: Tensor, count: int) -> Tensor:
     # [R, 1]; a sort would take 12 bytes per weight
     threshold = scores.kthvalue(count, 1, keepdim=True).values
     below, equal = scores < threshold, scores == threshold
-    left = count - below.sum(1, keepdim=True)
-    return below | equal & (equal.cumsum(1, dtype=torch.int32) <= left)
+    num_missing = count - below.sum(1, keepdim=True)
+    return below | equal & (equal.cumsum(1, dtype=torch.int32) <= num_missing)

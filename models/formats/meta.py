@@ -36,7 +36,7 @@ MODULES = {  # by Meta's name: our name, and the sharded axis
     "feed_forward.w3": ("mlp.up_proj", ROWS),
 }
 # The number of tensors that are read before the shard files are closed, about one layer. Mapped pages stay resident
-# until then. Opening a file of 720 tensors takes 60 ms, and a model with 70 billion parameters has 8 such files.
+# until then. Opening a file of 720 tensors takes 60 ms, and a model with 70 billion parameters has 8 of them.
 AT_ONCE = 9
 EMBEDDING = "tok_embeddings.weight"
 LLAMA3_VOCAB = 128256
@@ -218,5 +218,5 @@ def _our_name(source: str, embedding_axis: int) -> tuple[str, int | None]:
     module = ".".join(parts[2 if is_layer else 0 : -1])
     if module not in MODULES or parts[-1] != "weight" or is_layer == (module in ("norm", "output")):
         return source, None
-    ours, shard_axis = MODULES[module]
-    return (f"model.layers.{parts[1]}.{ours}.weight" if is_layer else f"{ours}.weight"), shard_axis
+    hf_module, shard_axis = MODULES[module]
+    return (f"model.layers.{parts[1]}.{hf_module}.weight" if is_layer else f"{hf_module}.weight"), shard_axis

@@ -94,8 +94,8 @@ class Gate(Router):
         r = self.routing
         grouped = scores.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
         best = grouped.topk(1).values[..., 0]  # [T, C]
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(r.topk_group).indices, True)
-        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
+        kept_groups = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(r.topk_group).indices, True)
+        chosen = grouped.masked_fill(~kept_groups[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
         return scores.gather(-1, chosen), chosen
 
 

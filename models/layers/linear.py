@@ -239,8 +239,8 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
     """
     if any(reader.adapters is not None or reader.row_parallel is not None for reader in readers):
         return None
-    wanted = {reader.method.activations(num_rows) for reader in readers}
-    return wanted.pop() if len(wanted) == 1 else None
+    formats = {reader.method.activations(num_rows) for reader in readers}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Activations:

@@ -365,7 +365,7 @@ def dialogue(rounds: list[Question]) -> str:
 def documents(seed: int) -> Iterator[str]:
     """Yield training documents without end. They depend only on `seed`."""
     rng = random.Random(seed)
-    asked = questions(rng.randrange(2**32), held_out=False)
+    question_texts = questions(rng.randrange(2**32), held_out=False)
     while True:
         kind = rng.random()
         if kind < 0.12:
@@ -375,4 +375,4 @@ def documents(seed: int) -> Iterator[str]:
         elif kind < 0.22:
             yield chinese(rng)
         else:
-            yield dialogue([question for _ in range(rng.randint(1, 4)) for question in next(asked)])
+            yield dialogue([question for _ in range(rng.randint(1, 4)) for question in next(question_texts)])

@@ -53,8 +53,10 @@ def _chatglm3_turns(message: dict[str, Any]) -> list[dict[str, Any]]:
     if message["role"] == "tool":
         return [message | {"role": "observation"}]
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    said = [{"role": message["role"], "content": message["content"]}] if message.get("content") or not calls else []
-    return said + [
+    text_turns = (
+        [{"role": message["role"], "content": message["content"]}] if message.get("content") or not calls else []
+    )
+    return text_turns + [
         {
             "role": "assistant",
             "metadata": call["name"],

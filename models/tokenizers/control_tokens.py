@@ -39,11 +39,11 @@ class ControlTokens:
 
         Raises UserError if they contain all private use characters.
         """
-        taken = _json(values)
-        if not self._in_json.search(taken):
+        text = _json(values)
+        if not self._in_json.search(text):
             return None
-        taken = (taken + self._template).lower()
-        unused = [chr(code) for code in PRIVATE_USE if chr(code) not in taken and f"\\u{code:x}" not in taken]
+        text = (text + self._template).lower()
+        unused = [chr(code) for code in PRIVATE_USE if chr(code) not in text and f"\\u{code:x}" not in text]
         if len(unused) < 2:
             raise UserError("the messages contain all private-use characters: leave some of them out")
         return Marks(self, unused[0], unused[1])

@@ -178,8 +178,8 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
         tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens)
         tokenizer.take_templates(chat_templates(folder), template)
     if dropout := getattr(backend.model, "dropout", None):
-        what = f"drops merges at random (dropout={dropout:g} of its tokenizer.json)"
-        log.warning("the tokenizer in %s %s: a text has other tokens each time, unless it is null", folder, what)
+        behaviour = f"drops merges at random (dropout={dropout:g} of its tokenizer.json)"
+        log.warning("the tokenizer in %s %s: a text has other tokens each time, unless it is null", folder, behaviour)
     return tokenizer
 
 

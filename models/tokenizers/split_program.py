@@ -88,8 +88,8 @@ class _Reader:
         self.rest = self._pattern = pattern
         self._sets = sets
 
-    def refuse(self, what: str) -> UserError:
-        return UserError(f"its pattern {self._pattern[:80]!r} has {what!r}")
+    def refuse(self, construct: str) -> UserError:
+        return UserError(f"its pattern {self._pattern[:80]!r} has {construct!r}")
 
     def alternatives(self, ignores_case: bool) -> tuple[Code, bool]:
         code, is_empty = self._sequence(ignores_case)

@@ -56,14 +56,14 @@ class TemplateProcess:
             }  # caches only the last template: a second one is rare
         return self._names[template]
 
-    def _answer(self, wanted: str, *request: Any) -> Any:
+    def _answer(self, kind: str, *request: Any) -> Any:
         # Only JSON: any other object of a Python caller becomes the name of its type.
-        line = json.dumps([wanted, *request], default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
+        line = json.dumps([kind, *request], default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
         with self._turn:
             answer = self._ask(line)
         if "error" in answer:
             raise UserError(f"the chat template does not take these messages: {answer['error']}")
-        return answer[wanted]
+        return answer[kind]
 
     def _ask(self, request: bytes) -> dict[str, Any]:
         process = self._process = self._process or self._start()

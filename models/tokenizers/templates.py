@@ -89,8 +89,8 @@ class _Namespace(Namespace):
     """`namespace` that rejects names with a leading underscore, such as Python's introspection attributes."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that an attribute may be called self
-        self, *rest = arguments
-        attributes = dict(*rest, **named)
+        self, *positional = arguments
+        attributes = dict(*positional, **named)
         for name in attributes:
             _check_attribute(name)
         Namespace.__init__(self, attributes)
@@ -136,9 +136,9 @@ def serve(cpu_s: float, memory: int, max_characters: int) -> None:
 
 
 def _answer(request: list[Any], max_characters: int) -> bytes:
-    wanted, *arguments = request
+    kind, *arguments = request
     try:
-        if wanted == "names":
+        if kind == "names":
             return json.dumps({"names": names(*arguments)}).encode()
         text = render(*arguments)
         if len(text) > max_characters:

@@ -76,8 +76,8 @@ def write_config(schemes: dict[str, LinearScheme], float_layers: list[str]) -> d
     """
     if len(set(schemes.values())) > 1:
         named = ", ".join(sorted(set(map(str, schemes.values()))))
-        what = f"AWQ holds one scheme for all layers, not several ({named})"
-        raise UserError(f"{what}: give quantize.format=compressed_tensors")
+        problem = f"AWQ holds one scheme for all layers, not several ({named})"
+        raise UserError(f"{problem}: give quantize.format=compressed_tensors")
     scheme = next(iter(schemes.values()))
     if (
         scheme.weights.kind is not CodeKind.INT

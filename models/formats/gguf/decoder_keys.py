@@ -21,8 +21,8 @@ GEMMA_FULL_EVERY = {"gemma2": 2, "gemma3": 6}
 GEMMA3_SLIDING_THETA = 10000.0
 
 
-def unsupported(what: str) -> UserError:
-    return UserError(f"{what} cannot be written as GGUF, because llama.cpp does not support it")
+def unsupported(feature: str) -> UserError:
+    return UserError(f"{feature} cannot be written as GGUF, because llama.cpp does not support it")
 
 
 def add_decoder(writer: GGUFWriter, c: DecoderConfig) -> None:
@@ -89,8 +89,8 @@ def add_qwen2(writer: GGUFWriter, c: Qwen2Config | Qwen3Config) -> None:
 def add_qwen3_moe(writer: GGUFWriter, c: Qwen3MoeConfig) -> None:
     mixture = c.mixture
     if c.capabilities.has_windows or c.attention_bias or not mixture.norm_topk_prob or not all(mixture.sparse_layers):
-        what = "with sliding windows, attention_bias=true, norm_topk_prob=false or layers without experts"
-        raise unsupported(f"a Qwen3-MoE {what},")
+        features = "with sliding windows, attention_bias=true, norm_topk_prob=false or layers without experts"
+        raise unsupported(f"a Qwen3-MoE {features},")
     add_decoder(writer, c)
     writer.add_expert_count(mixture.num_experts)
     writer.add_expert_used_count(mixture.num_experts_per_tok)

@@ -51,8 +51,10 @@ def tensor_types(
     types = {name: _with_fitting_blocks(kind, shapes[name][-1]) for name, kind in chosen.items()}
     if unfit := [name for name, kind in chosen.items() if types[name] is not kind]:
         replacements = sorted({types[name].name for name in unfit})
-        what = "%s: the rows of %d tensors are not a multiple of the block size, so their type is %s (the first is %s)"
-        log.warning(what, dtype, len(unfit), " or ".join(replacements), unfit[0])
+        message = (
+            "%s: the rows of %d tensors are not a multiple of the block size, so their type is %s (the first is %s)"
+        )
+        log.warning(message, dtype, len(unfit), " or ".join(replacements), unfit[0])
     return types
 
 

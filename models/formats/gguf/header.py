@@ -102,14 +102,16 @@ class GGUFHeader:
             )
         return values
 
-    def unsupported(self, what: str) -> UserError:
-        """Return the error for an unsupported feature `what`.
+    def unsupported(self, feature: str) -> UserError:
+        """Return the error for an unsupported `feature`.
 
         It recommends the checkpoint from which the file was made.
         """
         known = [f"{key}={str(self.scalars[key])[:80]!r}" for key in ORIGINS if self.scalars.get(key)]
         origin = f" ({', '.join(known)})" if known else ""
-        return UserError(f"{self.path}: {what}: give the Hugging Face checkpoint from which the file was made{origin}")
+        return UserError(
+            f"{self.path}: {feature}: give the Hugging Face checkpoint from which the file was made{origin}"
+        )
 
 
 @dataclass(frozen=True)
@@ -213,40 +215,40 @@ class _HeaderParser:
     def _error(self, text: str) -> UserError:
         return UserError(f"{self._path}: {text}")
 
-    def _take(self, num_bytes: int, what: str) -> bytes:
+    def _take(self, num_bytes: int, field: str) -> bytes:
         remaining = self._size - self._at
         if num_bytes > remaining:
             raise self._error(
-                f"{what} needs {num_bytes} bytes at {self._at}, but {remaining} are left: the file is truncated or damaged"
+                f"{field} needs {num_bytes} bytes at {self._at}, but {remaining} are left: the file is truncated or damaged"
             )
         data = self._file.read(num_bytes)
         if len(data) != num_bytes:  # the file became shorter
-            raise self._error(f"{what} at {self._at} has {len(data)} bytes, expected {num_bytes}")
+            raise self._error(f"{field} at {self._at} has {len(data)} bytes, expected {num_bytes}")
         self._at += num_bytes
         return data
 
-    def _number(self, format: str, what: str) -> Any:
-        return struct.unpack(format, self._take(struct.calcsize(format), what))[0]
+    def _number(self, format: str, field: str) -> Any:
+        return struct.unpack(format, self._take(struct.calcsize(format), field))[0]
 
-    def _count(self, what: str, shortest: int) -> int:
-        count: int = self._number("<Q", f"the number of {what}")
+    def _count(self, elements: str, shortest: int) -> int:
+        count: int = self._number("<Q", f"the number of {elements}")
         if count * shortest > self._size - self._at:
-            raise self._error(f"{count} {what} are declared, but only {self._size - self._at} bytes are left")
+            raise self._error(f"{count} {elements} are declared, but only {self._size - self._at} bytes are left")
         return count
 
-    def _text(self, what: str, limit: int) -> str:
-        length = self._number("<Q", f"the length of {what}")
+    def _text(self, field: str, limit: int) -> str:
+        length = self._number("<Q", f"the length of {field}")
         if length > limit:
-            raise self._error(f"{what} has {length} bytes, expected at most {limit}")
+            raise self._error(f"{field} has {length} bytes, expected at most {limit}")
         try:
-            return self._take(length, what).decode()
+            return self._take(length, field).decode()
         except UnicodeDecodeError as error:
-            raise self._error(f"{what} at {self._at - length} is not UTF-8: {error.reason}") from error
+            raise self._error(f"{field} at {self._at - length} is not UTF-8: {error.reason}") from error
 
-    def _name(self, what: str, limit: int) -> str:
-        name = self._text(what, limit)
+    def _name(self, field: str, limit: int) -> str:
+        name = self._text(field, limit)
         if not name.isprintable():  # it appears in one-line messages
-            raise self._error(f"{what} is {name[:80]!r}, which has control characters")
+            raise self._error(f"{field} is {name[:80]!r}, which has control characters")
         return name
 
     def _value_type(self, key: str) -> GGUFValueType:
@@ -270,12 +272,12 @@ class _HeaderParser:
         kind = self._value_type(key)
         if kind is GGUFValueType.ARRAY:
             raise self._error(f"{key[:80]!r} is an array of arrays, which is not supported")
-        what = f"values of {key[:80]!r}"
+        elements = f"values of {key[:80]!r}"
         if kind is GGUFValueType.STRING:
-            return [self._text(f"a value of {key[:80]!r}", self._size) for _ in range(self._count(what, 8))]
+            return [self._text(f"a value of {key[:80]!r}", self._size) for _ in range(self._count(elements, 8))]
         dtype = np.dtype("?" if kind is GGUFValueType.BOOL else SCALARS[kind])
-        count = self._count(what, dtype.itemsize)
-        return np.frombuffer(self._take(count * dtype.itemsize, what), dtype)
+        count = self._count(elements, dtype.itemsize)
+        return np.frombuffer(self._take(count * dtype.itemsize, elements), dtype)
 
     def _tensors(self, count: int, alignment: int, header: GGUFHeader) -> dict[str, TensorInfo]:
         infos = {}

@@ -80,7 +80,7 @@ def _key_of(names: Mapping[str, str], target: str) -> str:
 OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GATED_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-MLP = {name: f"mlp.{ours}" for name, ours in GATED_MLP.items()}
+MLP = {name: f"mlp.{hf_name}" for name, hf_name in GATED_MLP.items()}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -168,7 +168,7 @@ DEEPSEEK = TensorLayout(
         **MLP,
         "ffn_gate_inp": "mlp.gate",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        **{f"{name}_shexp": f"mlp.shared_experts.{ours}" for name, ours in GATED_MLP.items()},
+        **{f"{name}_shexp": f"mlp.shared_experts.{hf_name}" for name, hf_name in GATED_MLP.items()},
     },
     in_expert=GATED_MLP,
 )

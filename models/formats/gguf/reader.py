@@ -92,10 +92,10 @@ class GGUFWeights:
         for name, tensor in tensors.items():
             if name in self._layout.settings or name in half_names:
                 continue
-            for ours, source in _hugging_face_tensors(self._layout, name, tensor).items():
-                if ours in self._sources or ours in self._halves:
-                    raise UserError(f"{tensor.path} holds {ours} twice: the second is in {name!r}")
-                self._sources[ours] = source
+            for hf_name, source in _hugging_face_tensors(self._layout, name, tensor).items():
+                if hf_name in self._sources or hf_name in self._halves:
+                    raise UserError(f"{tensor.path} holds {hf_name} twice: the second is in {name!r}")
+                self._sources[hf_name] = source
         self.shapes = self._shapes()
         self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
         self.dtypes |= {name: halves.dtype for name, halves in self._halves.items()}
@@ -162,6 +162,6 @@ def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -
         return {layout.hugging_face_name(name): tensor}
     size = tensor.num_bytes // len(experts)
     return {
-        ours: replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, num_bytes=size)
-        for i, ours in enumerate(experts)
+        hf_name: replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, num_bytes=size)
+        for i, hf_name in enumerate(experts)
     }

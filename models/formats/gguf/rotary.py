@@ -64,7 +64,7 @@ def rope_scaling(file: GGUFMetadata, rotary_dim: int) -> dict[str, Any] | None:
         "beta_slow": "rope.scaling.yarn_beta_slow",
     }
     return scaling | {
-        ours: read.raw(key) for ours, key in names.items() if kind == "yarn" and read.raw(key) is not None
+        hf_key: read.raw(key) for hf_key, key in names.items() if kind == "yarn" and read.raw(key) is not None
     }
 
 
@@ -93,5 +93,5 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, rotary
                 "high_freq_factor": candidate.high_freq_factor,
                 "original_max_position_embeddings": original,
             }
-    what = f"{ROTARY_FACTORS} holds factors that Llama 3's scaling does not give, which is not supported"
-    raise header.unsupported(what)
+    problem = f"{ROTARY_FACTORS} holds factors that Llama 3's scaling does not give, which is not supported"
+    raise header.unsupported(problem)

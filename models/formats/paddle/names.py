@@ -112,7 +112,7 @@ class Names:
     stays_transposed: bool = False
     """Whether the model's own checkpoints also hold linear weights as [inputs, outputs]."""
 
-    def ours(self, source: str) -> str:
+    def hf_name(self, source: str) -> str:
         """Return a tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
         if source in HEADS:
             return HEAD
@@ -121,8 +121,8 @@ class Names:
         if name == source:
             return source
         if self.model_type == "ernie":
-            for theirs, module in ERNIE_MODULES.items():
-                name = name.replace(theirs, module)
+            for paddle_module, module in ERNIE_MODULES.items():
+                name = name.replace(paddle_module, module)
         return our_prefix + (_gpt_name(name) if self.model_type == "gpt" else name)
 
     def is_transposed(self, source: str, shape: tuple[int, ...]) -> bool:
@@ -135,7 +135,7 @@ class Names:
 
     def parts(self, source: str, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         """Yield the modules' parts of a stored tensor. Raises ValueError if the shape does not fit the parts."""
-        yield from self._divide(TensorPart(self.ours(source)), shape)
+        yield from self._divide(TensorPart(self.hf_name(source)), shape)
 
     def _divide(self, part: TensorPart, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         prefix, leaf = _split(part.name)

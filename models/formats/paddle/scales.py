@@ -146,7 +146,7 @@ def _entries(
     for name, value in read_json(file).items():
         if name.endswith(end):
             module = name.removesuffix(end).removesuffix(".layer")  # `.layer`: a wrapper for smoothed inputs
-            yield names.ours(f"{module}.weight").removesuffix(".weight"), value
+            yield names.hf_name(f"{module}.weight").removesuffix(".weight"), value
         elif not name.endswith(ends):
             raise UserError(f"{file}: {name} is not the name of a threshold")
 
