@@ -98,7 +98,7 @@ def build_context(config: Mapping[str, Any]) -> None:
     if context.get("mode") == 0:  # graph mode, as steps are captured here
         del context["mode"]
     sections = {"context": context, "parallel_config": sizes, "parallel": parallel}
-    unused = [f"{section}.{key}" for section, rest in sections.items() for key in rest]
+    unused = [f"{section}.{key}" for section, settings in sections.items() for key in settings]
     if unused := unused + [key for key in config if key not in (*sections, "use_parallel", "run_mode")]:
         log.warning("build_context: %s change nothing: they set up MindSpore", ", ".join(unused))
     _context[:] = overrides
@@ -238,9 +238,11 @@ def _folder(path: Path) -> Path:
     if path.suffix != ".ckpt" or path.is_dir():
         return path
     folder = path.parent
-    others = sorted(file.name for file in folder.glob("*.ckpt") if file.name != path.name)
-    if others or not path.is_file():
-        problem = f"{folder} has others, too ({', '.join(others[:4])})" if path.is_file() else "there is no such file"
+    other_files = sorted(file.name for file in folder.glob("*.ckpt") if file.name != path.name)
+    if other_files or not path.is_file():
+        problem = (
+            f"{folder} has others, too ({', '.join(other_files[:4])})" if path.is_file() else "there is no such file"
+        )
         raise UserError(
             f"checkpoint_name_or_path={path}: {problem}: give a folder with the one checkpoint and its config"
         )

@@ -106,9 +106,9 @@ class Adapters:
         if an adapter of this name is in use, and for a smoothed model whose fold scales are unknown.
         """
         if self._smoothed_by is not None:
-            what = f"adapter {name} was trained on activations that {self._smoothed_by} has scaled in this model"
+            problem = f"adapter {name} was trained on activations that {self._smoothed_by} has scaled in this model"
             remedy = "quantise the float model here without quant.shift, use the float model, or merge the adapter and then quantise"
-            raise UserError(f"{what}, and the model's files do not contain the scales: {remedy}")
+            raise UserError(f"{problem}, and the model's files do not contain the scales: {remedy}")
         self._refuse_in_use(name, in_use)
         adapter = read_adapter(folder, self._model, self._dtype, self._folds, self._base)
         if name in self._ids:

@@ -90,14 +90,14 @@ def _sample(
     ]
     contexts = [context for _, _, context in chosen]
     indices = [rows[sequence] for _, sequence, _ in chosen]
-    wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
+    chosen_logits = logits if indices == list(range(logits.shape[0])) else logits[indices]
     try:
-        tokens = sample(wanted, contexts)
+        tokens = sample(chosen_logits, contexts)
         if fixed_tokens:
             keys = [(sequence, len(sequence.token_ids)) for _, sequence, _ in chosen]
             tokens = [fixed_tokens.get(key, token) for key, token in zip(keys, tokens, strict=True)]
         return [
-            Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
+            Sampled(group, sequence, context.sample, token, chosen_logprobs(chosen_logits, row, context, token))
             for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
         ]
     except BaseException as error:

@@ -74,8 +74,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the remaining text at the end of the sequence: held text, and bytes that never became a character."""
-        held, self._held = self._held, []
-        return _shown(held) + self._decode(self._window)[len(self._window_text) :]
+        held_deltas, self._held = self._held, []
+        return _shown(held_deltas) + self._decode(self._window)[len(self._window_text) :]
 
     def _settle(self, text: str) -> str:
         """Shorten a window with too many pending tokens, and return the text of the removed tokens.
@@ -88,8 +88,8 @@ class Detokenizer:
             return ""
         # The bytes are not valid text. The last of them can still begin a character, which must not be split.
         for cut in range(len(self._window) - CHARACTER + 1, self._num_known, -1):
-            rest = self._decode(self._window[cut:])
-            if rest and self._decode(self._window[:cut]) + rest == text:
+            rest_text = self._decode(self._window[cut:])
+            if rest_text and self._decode(self._window[:cut]) + rest_text == text:
                 break
         piece = self._decode(self._window[:cut])[len(self._window_text) :]
         self._window, self._window_text, self._num_known = self._window[cut:], "", 0

@@ -138,12 +138,12 @@ class DraftBudget:
         """
         lengths = list(most)
         by_goodput = []
-        for index, (row, wanted) in enumerate(zip(rows, most, strict=True)):
+        for index, (row, limit) in enumerate(zip(rows, most, strict=True)):
             settings = row.params.speculation
-            if not wanted or not settings.adaptive:
+            if not limit or not settings.adaptive:
                 continue
             if settings.order is DraftOrder.paddle:
-                lengths[index] = min(wanted, self._paddle_lengths.get(row, wanted))
+                lengths[index] = min(limit, self._paddle_lengths.get(row, limit))
             elif settings.acceptance is Acceptance.exact:
                 by_goodput.append(index)
         if by_goodput:

@@ -68,11 +68,11 @@ def choose_num_blocks(
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // num_sharing // block_bytes))
     everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
-    wanted, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
-    if not block_bytes <= wanted <= free:
+    cache_bytes, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
+    if not block_bytes <= cache_bytes <= free:
         limits = f"from {block_bytes} (one block) to {free} (all free memory) bytes"
         raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
-    return wanted // block_bytes
+    return cache_bytes // block_bytes
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:

@@ -30,7 +30,7 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
     """Return processed logits [R, V], float32, in a copy. Banned tokens have -inf.
 
     Returns `logits` itself if no row requests processing. `last_tokens` int64 [R], on the logits' device: the token
-    after those in each context's `token_ids`. It requires that `waits_for_tokens` is False for every row.
+    that follows each context's `token_ids`. It requires that `waits_for_tokens` is False for every row.
     """
     assert last_tokens is None or not any(map(waits_for_tokens, contexts))
     vocab_size, num_unknown = logits.shape[1], int(last_tokens is not None)
@@ -50,10 +50,10 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
     if penalised:
         _penalise(flat, vocab_size, contexts, penalised, last_tokens)
     if restricted:
-        kept = to_device(allowed, torch.int64, device)
-        values = flat[kept]
+        allowed_ids = to_device(allowed, torch.int64, device)
+        values = flat[allowed_ids]
         flat.view_as(logits).index_fill_(0, to_device(restricted, torch.int64, device), -torch.inf)
-        flat.scatter_(0, kept, values)
+        flat.scatter_(0, allowed_ids, values)
     if banned:
         flat.index_fill_(0, to_device(banned, torch.int64, device), -torch.inf)
     if forced:

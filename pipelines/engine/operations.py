@@ -41,9 +41,9 @@ class ExecuteWithHidden(Operation[tuple[StepOutputs, Tensor]]):
             outputs = executor.step(self.batch)
             return outputs, outputs.hidden
         batch, hidden = executor.on_device(self.batch), executor.forward(self.all_rows)
-        wanted = hidden[batch.output_rows]
-        logits = executor.model.logits(wanted, batch)
-        return StepOutputs(wanted, logits, all_finite(logits)), hidden
+        output_hidden = hidden[batch.output_rows]
+        logits = executor.model.logits(output_hidden, batch)
+        return StepOutputs(output_hidden, logits, all_finite(logits)), hidden
 
 
 @dataclass(frozen=True)

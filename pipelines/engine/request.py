@@ -36,8 +36,8 @@ class ContextLimit:
         return self.num_tokens - self.num_prefix_tokens
 
     def __str__(self) -> str:
-        taken = f", of which a prefix takes {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
-        return f"{self.source}={self.num_tokens}{taken}"
+        prefix_text = f", of which a prefix takes {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
+        return f"{self.source}={self.num_tokens}{prefix_text}"
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Search(Protocol):
     """
 
     def observe(self, hidden: Any) -> None:
-        """Take the hidden states [P, E] of newly computed tokens: the prompt's, then those of the group's sequences.
+        """Take the hidden states [P, E] of newly computed tokens: first the prompt's, then the tokens of the group's sequences.
 
         The next step overwrites them.
         """

@@ -157,9 +157,9 @@ class RequestFactory:
         if decode.guide is not None:
             self.guides.begin(decode.guide)
 
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, kind: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
-            raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
+            raise UserError(f"{kind} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 
     def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, at the start of a text and after a space."""
@@ -174,10 +174,10 @@ class RequestFactory:
         threshold = self.capabilities.long_rope_threshold
         num_needed_blocks = max_blocks(params, num_prompt_tokens, self.block_size, threshold, num_prefix_tokens)
         if num_needed_blocks > self.num_blocks:
-            what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
+            problem = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
             remedy = "raise device.kv_cache_memory" + (", or ask for fewer new tokens" if params.max_new_tokens else "")
-            raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
+            raise UserError(f"{problem}, but the KV cache holds {capacity}: {remedy}")
         if self.capabilities.needs_whole_prompt and num_tokens > self.config.max_batched_tokens:
             raise UserError(
                 f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be computed in chunks "
@@ -272,8 +272,8 @@ def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, cont
     number = ""
     if num_prompt_tokens is not None:
         number = f"at most {context.num_places - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
-    what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
-    return UserError(f"{what}: give {number}auto, which uses all tokens that fit after each prompt")
+    problem = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
+    return UserError(f"{problem}: give {number}auto, which uses all tokens that fit after each prompt")
 
 
 def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:

@@ -143,8 +143,8 @@ class Scheduler:
         ahead = [item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1) for item in plan.scheduled]
         return StepPlan(ahead, plan.ready, [])
 
-    def reserve(self, plan: StepPlan, wanted: list[int], max_tokens: int | None = None) -> list[int]:
-        """Reserve blocks for up to `wanted[i]` draft tokens of each scheduled sequence; return the counts granted.
+    def reserve(self, plan: StepPlan, max_draft_counts: list[int], max_tokens: int | None = None) -> list[int]:
+        """Reserve blocks for up to `max_draft_counts[i]` draft tokens of each scheduled sequence; return the counts granted.
 
         Drafts use only empty blocks and the token budget that `plan` leaves. They preempt no sequence and evict no cached
         block. The next call of `plan` frees the blocks that were not used. Drafts do not cross the model's
@@ -153,7 +153,7 @@ class Scheduler:
         blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
         budget -= sum(item.num_new_tokens for item in plan.scheduled)
         granted = []
-        for item, max_drafts in zip(plan.scheduled, wanted, strict=True):
+        for item, max_drafts in zip(plan.scheduled, max_draft_counts, strict=True):
             sequence, num_tokens = item.sequence, len(item.sequence.token_ids)
             max_drafts = min(max_drafts, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
             num_slots = (len(sequence.block_table) + blocks.num_empty_blocks) * blocks.block_size

@@ -123,10 +123,10 @@ class Speculator:
         if proposer := self.proposers.get(sequence.params.speculate):
             proposer.learn(sequence)
 
-    def _propose(self, wanted: list[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
+    def _propose(self, limits: list[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
         drafts = {}
         for kind, proposer in self.proposers.items():
-            sequences = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
+            sequences = [(sequence, most) for sequence, most in limits if sequence.params.speculate is kind]
             for (sequence, most), draft in zip(
                 sequences, proposer.propose(sequences) if sequences else [], strict=True
             ):

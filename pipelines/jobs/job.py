@@ -151,8 +151,8 @@ class RowJob(ABC):
         most = self._max_errors
         if most is not None and self._num_errors > most:
             self.journal.sync()
-            what = f"more than predict.max_errors={most} rows failed; the first is {self._first_error}"
-            raise UserError(f"{what}; {self.journal.kept}")
+            problem = f"more than predict.max_errors={most} rows failed; the first is {self._first_error}"
+            raise UserError(f"{problem}; {self.journal.kept}")
 
 
 def _counts(record: Record) -> dict[str, int]:

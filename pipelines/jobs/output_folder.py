@@ -69,7 +69,7 @@ def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = 
     Raises UserError as `refuse_existing` does.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
+    partial, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "replaced"))
     partial.mkdir(exist_ok=True)
     lock = os.open(partial, os.O_RDONLY)
     try:

@@ -68,11 +68,11 @@ class PromptEncoder:
             return prompt
         text = None if row.prompt is None or self._template is not None else row.prompt
         if text is not None and self._tokenizer is not None:
-            kept, num_cut = truncated(self._tokenizer, text, prompt.token_ids, self._max_tokens, self._from_left)
-            return replace(prompt, token_ids=kept, num_truncated=num_cut)
+            token_ids, num_cut = truncated(self._tokenizer, text, prompt.token_ids, self._max_tokens, self._from_left)
+            return replace(prompt, token_ids=token_ids, num_truncated=num_cut)
         num_cut = len(prompt.token_ids) - self._max_tokens
-        kept = prompt.token_ids[num_cut:] if self._from_left else prompt.token_ids[: self._max_tokens]
-        return replace(prompt, token_ids=kept, num_truncated=num_cut)
+        token_ids = prompt.token_ids[num_cut:] if self._from_left else prompt.token_ids[: self._max_tokens]
+        return replace(prompt, token_ids=token_ids, num_truncated=num_cut)
 
     def _input(self, row: PromptRow) -> EncodedPrompt:
         tokenizer = self._tokenizer

@@ -307,13 +307,13 @@ def _checked(values: dict[str, Any], name: str, kind: type, default: Any = None)
     return value
 
 
-def check_unicode(what: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
     """Raise UserError for a text with half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{what} has half a surrogate pair at character {error.start}, which no tokenizer takes: leave it out"
+            f"{name} has half a surrogate pair at character {error.start}, which no tokenizer takes: leave it out"
         ) from error
 
 
@@ -322,8 +322,11 @@ def rows_from_python(prompts: object) -> Iterator[PromptRow]:
 
     The input is a text, a conversation, a dictionary with the fields of a .jsonl row, or a list or iterator of these.
     """
-    many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
-    return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
+    is_many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
+    return (
+        _row_from_python(i, prompt)
+        for i, prompt in enumerate(cast(Iterable[object], prompts) if is_many else [prompts])
+    )
 
 
 def _is_conversation(value: object) -> bool:
@@ -336,8 +339,8 @@ def _row_from_python(index: int, item: object) -> PromptRow:
     if _is_conversation(item):
         return parse_row(index, {"messages": list(cast(Iterable[object], item))})
     if not isinstance(item, dict):
-        what = f"a text, a list of messages or a dictionary with one of {', '.join(INPUTS)}"
-        return PromptRow(index, error=f"of type {type(item).__name__}: give {what}")
+        forms = f"a text, a list of messages or a dictionary with one of {', '.join(INPUTS)}"
+        return PromptRow(index, error=f"of type {type(item).__name__}: give {forms}")
     if unknown := sorted(map(str, set(item) - set(FIELDS))):
         return PromptRow(index, error=f"unknown fields {', '.join(unknown)}: there are {', '.join(FIELDS)}")
     return parse_row(index, item)

@@ -304,10 +304,10 @@ def print_columns(table: dict[str, list[str]]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    rich_table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading, cells in table.items():
         numbers = all(re.fullmatch(r"-?[\d.,]*(e-?\d+)?", cell) for cell in cells)
-        shown.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+        rich_table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     for row in zip(*table.values(), strict=True):
-        shown.add_row(*map(escape_line, row))
-    console.print(shown)
+        rich_table.add_row(*map(escape_line, row))
+    console.print(rich_table)

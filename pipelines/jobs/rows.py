@@ -116,7 +116,7 @@ class EngineRows(ABC):
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
         """Yield the records of the rows that each step finished, as `RowExecutor.steps` does."""
-        taken: dict[int, tuple[PromptRow, RowRequest | None]] = {}
+        running: dict[int, tuple[PromptRow, RowRequest | None]] = {}
 
         def next_request() -> Request | Output | None:
             row = next_row()
@@ -125,14 +125,14 @@ class EngineRows(ABC):
             try:
                 row_request = self.ask(row, seed)
             except BaseException as error:
-                taken[row.index] = row, None
+                running[row.index] = row, None
                 return Output(row.index, [], 0, 0, error=error)
-            taken[row.index] = row, row_request
+            running[row.index] = row, row_request
             return row_request.request
 
         with closing(self.engine.steps(next_request)) as steps:
             for outputs in steps:
-                yield [self._record(*taken.pop(output.request_id), output) for output in outputs]
+                yield [self._record(*running.pop(output.request_id), output) for output in outputs]
 
     def _record(self, row: PromptRow, row_request: RowRequest | None, output: Output) -> Record:
         if output.error is not None:

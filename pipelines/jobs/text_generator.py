@@ -52,9 +52,9 @@ class TextGenerator:
 
         The error names the number that fits after the longest prompt. Prompts that are themselves too long do not count.
         """
-        context, wanted = self.engine.config.context, decode.max_new_tokens
+        context, max_new_tokens = self.engine.config.context, decode.max_new_tokens
         most = context.num_tokens
-        if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
+        if decode.max_length is not None or not isinstance(max_new_tokens, int) or max_new_tokens < most:
             return
         lengths = []
         for row in rows:
@@ -64,7 +64,7 @@ class TextGenerator:
                 if not belongs_to_request(error):
                     raise
         longest = max((length for length in lengths if length < most), default=None)
-        raise too_many_new_tokens(wanted, longest, context)
+        raise too_many_new_tokens(max_new_tokens, longest, context)
 
     @staticmethod
     def result(row_request: RowRequest, output: Output) -> Row:

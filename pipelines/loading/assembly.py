@@ -49,13 +49,13 @@ def assemble(
     plans = [plan] if draft is None else [plan, draft]
     reserved = reserve_memory(device, plans, num_sequences)
     prefixes = read_prefixes(plan.options.prefixes or {}, plan, settings)
-    kept = open_kept(device.kept_prefixes, plan)
+    kept_files = open_kept(device.kept_prefixes, plan)
     for planned in plans:
         load_planned(planned, on_bytes)
     adapters = load_adapters(plan, driver)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
-    num_tokens += [row.num_slots for file in kept for row in file.rows]
+    num_tokens += [row.num_slots for file in kept_files for row in file.rows]
     caches = make_caches(device, plans, num_tokens, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     config = EngineConfig(
@@ -71,6 +71,6 @@ def assemble(
     make_executor = Executor if driver is None else driver.executor
     engine = Engine(plan.model, caches[0], settings.tokenizer, config, adapters, make_executor)
     place_prefixes(engine, prefixes)
-    place_kept(engine, kept)
+    place_kept(engine, kept_files)
     place_proposers(engine, plan, draft, caches, num_graph_sequences)
     return engine

@@ -35,9 +35,9 @@ def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> Non
     for name in options_by_device[other_device]:
         value, default = getattr(config, name), getattr(DeviceConfig(), name)
         if value != default:
-            here = device.type.upper().replace("CUDA", "GPU")
+            device_name = device.type.upper().replace("CUDA", "GPU")
             remedy = f"leave it at {typed(default)}, or give device={other_device}"
-            raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
+            raise UserError(f"device.{name}={typed(value)} is not used on a {device_name}: {remedy}")
     if config.decode_threads is not None and build.library() is None:
         raise UserError(
             f"device.decode_threads={config.decode_threads} needs the C++ kernels, which are off: leave it out"

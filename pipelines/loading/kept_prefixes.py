@@ -128,15 +128,15 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         (_, token_ids), *_ = file.weights.read([TOKENS])
         missing_blocks = _missing_blocks(engine, file, token_ids.tolist())
         if len(missing_blocks) >= (num_free := engine.num_free_blocks):  # a row needs at least one block
-            what = f"{file.path} needs {len(missing_blocks)} blocks of the KV cache, but {num_free} are free"
-            raise UserError(f"device.kept_prefixes: {what}: raise device.kv_cache_memory, or leave it out")
+            problem = f"{file.path} needs {len(missing_blocks)} blocks of the KV cache, but {num_free} are free"
+            raise UserError(f"device.kept_prefixes: {problem}: raise device.kv_cache_memory, or leave it out")
         table = engine.pin(len(missing_blocks))
         engine.remember(table, missing_blocks)
         places = torch.tensor(list(missing_blocks.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
-                what = f"{file.path}: {name} holds NaN or infinite numbers"
-                raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
+                problem = f"{file.path}: {name} holds NaN or infinite numbers"
+                raise UserError(f"device.kept_prefixes: {problem}: make it again by task=prefix")
             engine.executor.run(WriteBlocks(name, content[places], table))
 
 
@@ -176,8 +176,8 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
     expected[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
     file_forms = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
     if wrong := sorted(name for name in expected | file_forms if expected.get(name) != file_forms.get(name)):
-        what = f"{wrong[0]} is {file_forms.get(wrong[0], 'missing')}, not {expected.get(wrong[0], 'in this cache')}"
-        raise UserError(f"device.kept_prefixes: {file.path}: {what}: make it again by task=prefix")
+        problem = f"{wrong[0]} is {file_forms.get(wrong[0], 'missing')}, not {expected.get(wrong[0], 'in this cache')}"
+        raise UserError(f"device.kept_prefixes: {file.path}: {problem}: make it again by task=prefix")
 
 
 def _check_parts(engine: Engine, file: KeptFile) -> None:
@@ -185,13 +185,13 @@ def _check_parts(engine: Engine, file: KeptFile) -> None:
     adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
     for row in file.rows:
         if (row.prefix, row.num_prefix_tokens) not in prefixes:
-            what, setting = f"after the soft prefix {row.prefix[:12]}...", "model.prefixes"
+            part, setting = f"after the soft prefix {row.prefix[:12]}...", "model.prefixes"
         elif row.adapter not in adapters:
-            what, setting = f"with the adapter {row.adapter[:12]}...", "model.adapters"
+            part, setting = f"with the adapter {row.adapter[:12]}...", "model.adapters"
         else:
             continue
-        what = f"{file.path} holds a prompt {what}, which is not in {setting}"
-        raise UserError(f"device.kept_prefixes: {what}: give it too, or leave the file out")
+        problem = f"{file.path} holds a prompt {part}, which is not in {setting}"
+        raise UserError(f"device.kept_prefixes: {problem}: give it too, or leave the file out")
 
 
 def _rows(path: Path, file: SafetensorsFile) -> list[KeptRow]:

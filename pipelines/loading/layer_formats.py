@@ -1,4 +1,4 @@
-"""The formats of a planned model's layers and KV cache: those of the checkpoint, or those that `quant` names."""
+"""The formats of a planned model's layers and KV cache: the checkpoint's formats, or the formats that `quant` names."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
         raise UserError(f"quant.imatrix={config.imatrix} is not used by a quantised checkpoint: give the float model")
     if config.embedding is not None:
         raise UserError(f"quant.embedding={config.embedding} is not used by a quantised checkpoint: leave it out")
-    wanted = plan(model, config)
+    planned = plan(model, config)
     schemes = place_stored_layers(model, stored, _shapes(files))
     coded = [*schemes]
     if isinstance(stored, GGUFQuantization) and (scheme := place_stored_embedding(model, stored)) is not None:
@@ -71,9 +71,9 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
             file.keep_codes(coded)
     if config.activations is Activations.dynamic and any(s.activations is Activations.static for s in schemes.values()):
         warn_once("the checkpoint's scales of activations are static, and are used: quant.activations=dynamic is not")
-        wanted = {name: replace(scheme, activations=Activations.static) for name, scheme in wanted.items()}
-    for name in wanted | schemes if wanted else ():
-        requested, in_file = (str(formats.get(name, "a float")) for formats in (wanted, schemes))
+        planned = {name: replace(scheme, activations=Activations.static) for name, scheme in planned.items()}
+    for name in planned | schemes if planned else ():
+        requested, in_file = (str(formats.get(name, "a float")) for formats in (planned, schemes))
         if requested != in_file:
             raise UserError(
                 f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {in_file} there, "
@@ -86,7 +86,7 @@ def place_cache_scales(
 ) -> KVCacheFormat | None:
     """Give attention modules the static KV cache scales of the checkpoint.
 
-    Return their format, or None without such scales.
+    Return their format, or None if the checkpoint has none.
     """
     stored = read_kv_cache_scheme(source.checkpoint.config)
     if stored is None:

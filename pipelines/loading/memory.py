@@ -48,9 +48,9 @@ def explained_out_of_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        said = " ".join(str(error).split()).split(" If reserved")[0].removeprefix("CUDA out of memory. ")
+        torch_message = " ".join(str(error).split()).split(" If reserved")[0].removeprefix("CUDA out of memory. ")
         raise UserError(
-            f"the GPU's memory is full ({said[:200]}): give less device.kv_cache_memory, device.max_batched_tokens or batch_size, "
+            f"the GPU's memory is full ({torch_message[:200]}): give less device.kv_cache_memory, device.max_batched_tokens or batch_size, "
             "quant=int8 or int4, or end what else uses the GPU"
         ) from error
 

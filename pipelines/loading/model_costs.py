@@ -63,10 +63,10 @@ def _layer_kinds(quant: QuantConfig, source: ModelSource) -> tuple[Hashable, ...
         return tuple(range(len(kinds)))
     if not (source.has_weights and source.is_quantized):
         return kinds
-    held: list[set[Hashable]] = [set() for _ in kinds]
+    tensors_by_layer: list[set[Hashable]] = [set() for _ in kinds]
     for file in source.checkpoint.open_weights({}):
         for name, shape in file.shapes.items():
             number = re.search(r"\.(\d+)(\..*)", name)
-            if number and int(number[1]) < len(held):
-                held[int(number[1])].add((number[2], shape, file.dtypes[name]))
-    return tuple(zip(kinds, map(frozenset, held), strict=True))
+            if number and int(number[1]) < len(tensors_by_layer):
+                tensors_by_layer[int(number[1])].add((number[2], shape, file.dtypes[name]))
+    return tuple(zip(kinds, map(frozenset, tensors_by_layer), strict=True))

@@ -60,12 +60,12 @@ def _place(plan: ModelPlan) -> Path:
     quant = {name: value for name, value in asdict(plan.quant).items() if name != "kv_cache"}
     quant |= {"activations": plan.quant.activations.in_files}
     head = plan.source.architecture.head.name
-    what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
+    identity = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
     if plan.model.config.capabilities.predicts_ahead:
-        what["predicts_ahead"] = True
+        identity["predicts_ahead"] = True
     if plan.parallel_layout != ParallelLayout():
-        what["division"] = plan.parallel_layout
-    names = model.name, plan.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
+        identity["division"] = plan.parallel_layout
+    names = model.name, plan.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(identity)[:12]
     return kept_folder("packed") / f"{'-'.join(names)}.safetensors"
 
 

@@ -185,13 +185,13 @@ class ParallelCosts:
             gathers, gathered = (0, 0) if part.row is None else (1, part.outputs)
         else:
             num_bytes, macs, gathers, gathered = self._share(part, heads, tp, rank)
-        held = num_bytes
+        held_bytes = num_bytes
         if part.is_compressible and self._compresses and is_gain(num_bytes):
-            held = num_bytes * GROUP_BYTES // (2 * GROUP)
+            held_bytes = num_bytes * GROUP_BYTES // (2 * GROUP)
         if not part.num_experts:
-            return Cost(num_bytes, held, held if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
-        stored, held, macs = (number * amount for amount in (num_bytes, held, macs))
-        return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
+            return Cost(num_bytes, held_bytes, held_bytes if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
+        stored, held_bytes, macs = (number * amount for amount in (num_bytes, held_bytes, macs))
+        return Cost(stored, held_bytes, 0, held_bytes, 0, macs, 0, gathers, num_rows * gathered)
 
     def _share(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
         """Return a rank's bytes, multiply-adds, exchanges and exchanged numbers of a part."""

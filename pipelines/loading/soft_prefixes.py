@@ -30,8 +30,8 @@ def read_prefixes(paths: Mapping[str, str], plan: ModelPlan, settings: RequestSe
         except UserError as error:
             raise UserError(f"model.prefixes.{name}: {error}") from error
         if prefix.num_tokens > (most := settings.context.num_tokens - 2):  # one prompt token and one new token
-            what = f"model.prefixes.{name} has {prefix.num_tokens} virtual tokens"
-            raise UserError(f"{what}, which leaves no room for a prompt ({settings.context}): give at most {most}")
+            problem = f"model.prefixes.{name} has {prefix.num_tokens} virtual tokens"
+            raise UserError(f"{problem}, which leaves no room for a prompt ({settings.context}): give at most {most}")
         prefixes[name] = prefix
     return prefixes
 
@@ -41,8 +41,8 @@ def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
     for name, prefix in prefixes.items():
         num_blocks = -(-prefix.num_tokens // engine.block_size)
         if num_blocks > (num_free := engine.num_free_blocks):
-            what = f"model.prefixes.{name} needs {num_blocks} blocks of the KV cache, but {num_free} are free"
-            raise UserError(f"{what}: raise device.kv_cache_memory, or give fewer prefixes")
+            problem = f"model.prefixes.{name} needs {num_blocks} blocks of the KV cache, but {num_free} are free"
+            raise UserError(f"{problem}: raise device.kv_cache_memory, or give fewer prefixes")
         table = engine.pin(num_blocks)
         if prefix.embeddings is None:
             layers = [torch.stack((keys, values)) for keys, values in prefix.layers]
@@ -58,8 +58,8 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
     cast = values.to(engine.device, engine.dtype)
     if not cast.isfinite().all():
         dtype, largest = str(engine.dtype).removeprefix("torch."), values.abs().max().item()
-        what = f"model.prefixes.{name} has numbers up to {largest:.3g}, which model.dtype={dtype} does not reach"
-        raise UserError(f"{what}: give model.dtype=float32 or bfloat16, or another prefix")
+        problem = f"model.prefixes.{name} has numbers up to {largest:.3g}, which model.dtype={dtype} does not reach"
+        raise UserError(f"{problem}: give model.dtype=float32 or bfloat16, or another prefix")
     return cast
 
 

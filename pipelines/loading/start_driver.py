@@ -39,8 +39,8 @@ def start_driver(full_plan: ModelPlan, parallel: ParallelConfig, options: Device
     num_gpus = torch.cuda.device_count() if full_plan.device.type == "cuda" else 0
     library = build.library()
     if library is None and not num_gpus:
-        what = "needs the C++ kernels, which are off: give them, or parallel=single"
-        raise UserError(f"parallel={parallel.mode.name} {what}")
+        problem = "needs the C++ kernels, which are off: give them, or parallel=single"
+        raise UserError(f"parallel={parallel.mode.name} {problem}")
     launched = _launched()
     (tp, pp), cpus = degrees(parallel, launched), os.sched_getaffinity(0)
     backend = backend_of(parallel.backend, launched, tp, num_gpus)
@@ -98,8 +98,8 @@ def _launched() -> Joined | None:
     """
     launched = joined(os.environ)
     if launched is not None and launched.rank > 0:
-        what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
-        raise UserError(f"{what}: run it without {launched.launcher}")
+        problem = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
+        raise UserError(f"{problem}: run it without {launched.launcher}")
     return launched
 
 

@@ -61,9 +61,9 @@ def follow(channel: Channel, launched: Joined | None = None) -> None:
     threading.Thread(target=_beat, args=(channel, has_begun, has_ended), daemon=True).start()
     with suppress(Gone):
         if launched is not None and not readable([channel], LATE_S):
-            what = "it finds, downloads or calibrates the model first"
+            reason = "it finds, downloads or calibrates the model first"
             print(
-                f"rank {launched.rank} waits for rank 0, which has not begun to load: {what}",
+                f"rank {launched.rank} waits for rank 0, which has not begun to load: {reason}",
                 file=sys.stderr,
                 flush=True,
             )

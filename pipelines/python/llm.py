@@ -137,8 +137,8 @@ class LLM:
 
         `chat_template`: the path of a Jinja file; None: the default of this LLM.
         """
-        many = messages if messages and isinstance(messages[0], list) else [messages]
-        rows = [_row(index, {"messages": conversation}) for index, conversation in enumerate(many)]
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        rows = [_row(index, {"messages": conversation}) for index, conversation in enumerate(conversations)]
         template = self._template if chat_template is None else str(chat_template)
         generator = self._generator(lora_request, template, add_generation_prompt)
         return self._generate(rows, sampling_params, use_tqdm, generator)
@@ -234,8 +234,8 @@ def _row(index: int, prompt: Any) -> PromptRow:
         return PromptRow(index, prompt=prompt)
     values = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
     if not isinstance(values, dict) or len(values) != 1 or next(iter(values)) not in INPUTS:
-        what = 'a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids"'
-        raise UserError(f"prompt {index} is {shortened(repr(prompt))}: give {what}")
+        forms = 'a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids"'
+        raise UserError(f"prompt {index} is {shortened(repr(prompt))}: give {forms}")
     row = parse_row(index, values)
     if row.error is not None:
         raise UserError(f"prompt {index}: {row.error}")

@@ -146,9 +146,9 @@ class TextGenerationPipeline:
     def _own_turn(self) -> Iterator[None]:
         """Hold the pipeline's lock. Raises UserError if this thread holds it already, which would be a deadlock."""
         if self._caller == threading.get_ident():
-            others = "nor can a generator of prompts"
+            other_calls = "nor can a generator of prompts"
             raise UserError(
-                f"a streamer cannot call the pipeline that calls it: keep the text, and call afterwards; {others}"
+                f"a streamer cannot call the pipeline that calls it: keep the text, and call afterwards; {other_calls}"
             )
         with self._turn:
             self._caller = threading.get_ident()

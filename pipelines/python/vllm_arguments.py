@@ -59,23 +59,23 @@ OF_A_GPU = {
 class Answer(NamedTuple):
     """The error or warning for an argument that does not map to a setting."""
 
-    why: str
-    taken: tuple[Any, ...] | None = None
+    reason: str
+    neutral_values: tuple[Any, ...] | None = None
     """Values equal to this engine's behaviour, accepted silently; None: any empty value, and auto."""
     is_refused: bool = True
     """Whether another value is an error. If False it is a warning, because the output does not depend on it."""
 
 
-def _refused(why: str, names: str) -> dict[str, Answer]:
-    return dict.fromkeys(names.split(), Answer(why))
+def _refused(reason: str, names: str) -> dict[str, Answer]:
+    return dict.fromkeys(names.split(), Answer(reason))
 
 
-def _unused(why: str, names: str) -> dict[str, Answer]:
-    return dict.fromkeys(names.split(), Answer(why, is_refused=False))
+def _unused(reason: str, names: str) -> dict[str, Answer]:
+    return dict.fromkeys(names.split(), Answer(reason, is_refused=False))
 
 
-def _one(why: str, names: str) -> dict[str, Answer]:
-    return dict.fromkeys(names.split(), Answer(why, (1, None)))
+def _one(reason: str, names: str) -> dict[str, Answer]:
+    return dict.fromkeys(names.split(), Answer(reason, (1, None)))
 
 
 SECRETS = ("hf_token",)
@@ -269,7 +269,7 @@ def run_settings(arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str
 
 
 def _answer(name: str, value: Any, answer: Answer) -> None:
-    neutral_values = answer.taken
+    neutral_values = answer.neutral_values
     if (
         (not value or value == "auto")
         if neutral_values is None
@@ -278,25 +278,25 @@ def _answer(name: str, value: Any, answer: Answer) -> None:
         return
     if answer.is_refused:
         argument = name if name in SECRETS else f"{name}={value!r}"
-        raise UserError(f"{argument} is not taken: leave it out; {answer.why}")
-    log.warning("%s=%r changes nothing: %s", name, value, answer.why)
+        raise UserError(f"{argument} is not taken: leave it out; {answer.reason}")
+    log.warning("%s=%r changes nothing: %s", name, value, answer.reason)
 
 
 def _chosen(name: str, value: Any) -> list[str]:
-    for theirs, ours in CHOICES[name].items():
-        if value == theirs:
-            return [ours] if ours else []
+    for vllm_value, setting in CHOICES[name].items():
+        if value == vllm_value:
+            return [setting] if setting else []
     raise UserError(f"{name}={value!r} is not allowed: give one of {', '.join(map(str, CHOICES[name]))}")
 
 
 def _parallel(arguments: Mapping[str, Any]) -> Iterator[str]:
     sizes = {}
-    for ours, theirs in (("tp", "tensor_parallel_size"), ("pp", "pipeline_parallel_size")):
-        size = arguments.get(theirs)
+    for option, vllm_name in (("tp", "tensor_parallel_size"), ("pp", "pipeline_parallel_size")):
+        size = arguments.get(vllm_name)
         if size is not None and (type(size) is not int or size < 1):
-            raise UserError(f"{theirs}={size!r} is not allowed: give a number above 0")
+            raise UserError(f"{vllm_name}={size!r} is not allowed: give a number above 0")
         if size is not None and size > 1:
-            sizes[ours] = size
+            sizes[option] = size
     if sizes:
         yield f"parallel={'_'.join(sizes)}"
         yield from (f"parallel.{name}={size}" for name, size in sizes.items())

@@ -53,9 +53,9 @@ class Worker:
             return "has closed its socket"
         if code >= 0:
             return f"ended with exit code {code}"
-        why = ", out of memory?" if -code == signal.SIGKILL else ""
+        hint = ", out of memory?" if -code == signal.SIGKILL else ""
         name = next((signal_number.name for signal_number in signal.Signals if signal_number == -code), "of real time")
-        return f"was ended by signal {-code} ({name}{why})"
+        return f"was ended by signal {-code} ({name}{hint})"
 
     def end(self) -> None:
         with suppress(Gone):
@@ -203,8 +203,8 @@ class Workers:
         elif "beat" not in header:
             worker.answers.put((header, content))
 
-    def _lose(self, why: str) -> None:
-        self._lost = self._lost or why
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
         self.context.abort()
         for worker in self._workers:
             worker.channel.close()  # so that no send blocks on a rank that does not read

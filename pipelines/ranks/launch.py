@@ -65,8 +65,8 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
                 f"rank {launched.rank} of {launched.size}, rank {launched.local_rank} of {launched.num_local} here"
             )
     except (KeyError, ValueError, IndexError) as error:
-        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        wrong = f"{mark} is set, but other variables of {launcher} are not as it sets them ({what})"
+        problem = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        wrong = f"{mark} is set, but other variables of {launcher} are not as it sets them ({problem})"
         raise UserError(f"{wrong}: start it by {launcher}, or unset {mark}") from error
     if launched.num_local == launched.size:
         return replace(launched, address=None)
@@ -115,30 +115,30 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
-def backend_of(wanted: Backend, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
+def backend_of(requested: Backend, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
     """Return the collective backend, which is never `auto`.
 
-    `wanted`: the value of parallel.backend. `num_gpus`: of this machine; 0: ranks compute on CPUs.
+    `requested`: the value of parallel.backend. `num_gpus`: of this machine; 0: ranks compute on CPUs.
 
     Raises UserError for a backend that the device does not support, for shared memory across machines, and for tensor
     parallelism across machines unless a backend is named.
     """
     fast = Backend.nccl if num_gpus else Backend.shared_memory
-    if wanted is (Backend.shared_memory if num_gpus else Backend.nccl):
-        of, here = ("CPUs", "cuda") if num_gpus else ("GPUs", "cpu")
-        raise UserError(f"parallel.backend={wanted.name} is of {of}, but this run has device={here}: leave it out")
+    if requested is (Backend.shared_memory if num_gpus else Backend.nccl):
+        of, device = ("CPUs", "cuda") if num_gpus else ("GPUs", "cpu")
+        raise UserError(f"parallel.backend={requested.name} is of {of}, but this run has device={device}: leave it out")
     if launched is None or launched.address is None:
-        return fast if wanted is Backend.auto else wanted
+        return fast if requested is Backend.auto else requested
     where = f"{launched.launcher} started {launched.size} ranks on several machines"
-    if wanted is Backend.shared_memory:
+    if requested is Backend.shared_memory:
         raise UserError(f"parallel.backend=shared_memory is of one machine, but {where}: leave it out")
     over = fast if num_gpus else Backend.gloo
-    if tp > 1 and wanted is Backend.auto:
+    if tp > 1 and requested is Backend.auto:
         raise UserError(
             f"{where}, and parallel.tp={tp} exchanges numbers several times in each layer: give parallel=pp, whose stages do so once in a "
             f"step, or parallel.backend={over.name} for all of it over the network"
         )
-    return over if wanted is Backend.auto else wanted
+    return over if requested is Backend.auto else requested
 
 
 def check_gpus(num_ranks: int, num_gpus: int) -> None:
@@ -186,8 +186,8 @@ def degrees(parallel: ParallelConfig, launched: Joined | None) -> tuple[int, int
 def refuse_launched_server(launched: Joined | None) -> None:
     """Raise UserError if a launcher has started this process, which is a server's."""
     if launched is not None:
-        what = f"the server loads its model again where a rank is lost, which {launched.launcher} cannot start again"
-        raise UserError(f"{what}: run it without {launched.launcher}, and it starts its ranks itself")
+        problem = f"the server loads its model again where a rank is lost, which {launched.launcher} cannot start again"
+        raise UserError(f"{problem}: run it without {launched.launcher}, and it starts its ranks itself")
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,15 @@ def spawn(size: int) -> list[Rank]:
     """Start the worker ranks on this machine. Each inherits one end of a socket pair. Raises UserError."""
     with ExitStack() as passed, interrupts_waiting():  # workers inherit the blocked signals until they ignore them
         pairs = [socket.socketpair() for _ in range(1, size)]
-        for _, theirs in pairs:
-            passed.enter_context(theirs)
+        for _, worker_end in pairs:
+            passed.enter_context(worker_end)
         started: Future[list[subprocess.Popen[bytes]]] = Future()
-        fds = [theirs.fileno() for _, theirs in pairs]
+        fds = [worker_end.fileno() for _, worker_end in pairs]
         threading.Thread(target=_start_and_wait, args=(fds, started), daemon=True).start()
         processes = started.result()
     return [
-        Rank(rank, process.pid, Channel(ours), process)
-        for rank, ((ours, _), process) in enumerate(zip(pairs, processes, strict=True), 1)
+        Rank(rank, process.pid, Channel(driver_end), process)
+        for rank, ((driver_end, _), process) in enumerate(zip(pairs, processes, strict=True), 1)
     ]
 
 
@@ -276,7 +276,9 @@ def bound(ranks: Sequence[tuple[str | None, Set[int]]]) -> list[bool]:
     """
     numbered = list(enumerate(ranks))
     return [
-        not any(its_host == host and its_cpus & cpus for other, (its_host, its_cpus) in numbered if other != rank)
+        not any(
+            its_host == host and its_cpus & cpus for other_rank, (its_host, its_cpus) in numbered if other_rank != rank
+        )
         for rank, (host, cpus) in numbered
     ]
 

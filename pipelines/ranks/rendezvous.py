@@ -25,8 +25,8 @@ def await_ranks(launched: Joined) -> list[Rank]:
     """Wait for the ranks that a launcher has started. Raises UserError if they do not come, and on a second call."""
     with listen(launched) as listener:
         if listener.fileno() < 0:
-            what = f"the ranks that {launched.launcher} started have ended with the first model of this process"
-            raise UserError(f"{what}: run each job of a sweep by itself, or without {launched.launcher}")
+            problem = f"the ranks that {launched.launcher} started have ended with the first model of this process"
+            raise UserError(f"{problem}: run each job of a sweep by itself, or without {launched.launcher}")
         ranks: dict[int, Rank] = {}
         end = time.monotonic() + RENDEZVOUS_S
         while len(ranks) < launched.size - 1:
@@ -35,8 +35,8 @@ def await_ranks(launched: Joined) -> list[Rank]:
                 stream, _ = listener.accept()
             except TimeoutError as error:
                 missing = sorted({*range(1, launched.size)} - ranks.keys())
-                what = f"ranks {missing} of {launched.launcher} have not come within {RENDEZVOUS_S:g} s"
-                raise UserError(f"{what}: {REMEDY}") from error
+                problem = f"ranks {missing} of {launched.launcher} have not come within {RENDEZVOUS_S:g} s"
+                raise UserError(f"{problem}: {REMEDY}") from error
             rank = _welcome(launched, stream)
             if rank is None or rank.rank in ranks:
                 stream.close()
@@ -60,8 +60,8 @@ def listen(launched: Joined) -> socket.socket:
                 if launched.launcher == "torchrun"
                 else "start srun again, for another port"
             )
-            what = f"port {launched.address[1]}, where ranks meet rank 0, cannot be used"
-            raise UserError(f"{what}: {error}: {remedy}") from error
+            problem = f"port {launched.address[1]}, where ranks meet rank 0, cannot be used"
+            raise UserError(f"{problem}: {error}: {remedy}") from error
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(_name(launched))
@@ -103,8 +103,8 @@ def join(launched: Joined) -> Channel:
             if time.monotonic() > end:
                 where = "" if launched.address is None else " at {}:{}".format(*launched.address)
                 reason = error.__cause__ or error
-                what = f"rank {launched.rank} has not met rank 0{where} within {RENDEZVOUS_S:g} s"
-                raise UserError(f"{what}: {reason}: {REMEDY}") from error
+                problem = f"rank {launched.rank} has not met rank 0{where} within {RENDEZVOUS_S:g} s"
+                raise UserError(f"{problem}: {reason}: {REMEDY}") from error
             time.sleep(0.05)
 
 

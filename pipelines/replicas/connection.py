@@ -40,11 +40,11 @@ def _connect(address: str | None) -> None:
             store = OBJECT_STORE_BYTES
             ray.init("local", include_dashboard=False, object_store_memory=store, logging_level="warning")
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        why = shortened(" ".join(str(error).split()))
+        reason = shortened(" ".join(str(error).split()))
         if not address:
-            raise UserError(f"Ray cannot be started: {why}") from error
+            raise UserError(f"Ray cannot be started: {reason}") from error
         remedy = "give HOST:PORT of a cluster's head, or leave it out"
-        raise UserError(f"RAY_ADDRESS={address} cannot be reached ({why}): {remedy}") from error
+        raise UserError(f"RAY_ADDRESS={address} cannot be reached ({reason}): {remedy}") from error
 
 
 def waiting_for(place: ResourceSpec) -> str:

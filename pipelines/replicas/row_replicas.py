@@ -182,8 +182,8 @@ class RowReplicas:
             try:
                 content = ray.get(call)
             except RayError as error:
-                why = str(getattr(error, "cause", None) or error).strip().split("\n")[0]
-                records += self._lost(replica, shortened(why))
+                reason = str(getattr(error, "cause", None) or error).strip().split("\n")[0]
+                records += self._lost(replica, shortened(reason))
             else:
                 records += self._take(replica, content)
         for replica in self._silent():
@@ -229,7 +229,7 @@ class RowReplicas:
             self._dispatch.done(replica.number, record["row"]["index"])
         return records
 
-    def _lost(self, replica: Replica, why: str) -> list[Record]:
+    def _lost(self, replica: Replica, reason: str) -> list[Record]:
         """Restart a lost replica, and return the records of rows that are given up.
 
         Raises UserError if no replica is left.
@@ -239,15 +239,15 @@ class RowReplicas:
         if given_up:
             replica.num_starts = 0
         if replica.num_starts < MAX_STARTS:
-            log.warning("replica %d is lost and restarted, and its rows run again: %s", replica.number, why)
+            log.warning("replica %d is lost and restarted, and its rows run again: %s", replica.number, reason)
             replica.start()
         else:
             self._replicas.remove(replica)
-            log.warning("replica %d is given up, lost %d times in a row: %s", replica.number, MAX_STARTS, why)
+            log.warning("replica %d is given up, lost %d times in a row: %s", replica.number, MAX_STARTS, reason)
             if not self._replicas:
-                message = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {why}"
+                message = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {reason}"
                 raise UserError(f"{message}; see Ray's logs. The same command continues after the finished rows")
-        fault = UserError(f"{MAX_LOSSES} replicas were lost with this row, which ran alone in the last one: {why}")
+        fault = UserError(f"{MAX_LOSSES} replicas were lost with this row, which ran alone in the last one: {reason}")
         return [failed_record(row, self._failed(row, fault)) for row in given_up]
 
 

@@ -98,36 +98,36 @@ class EngineSession:
             while has_more:
                 has_more = False
                 for prompt, in_flight in enumerate(self._in_flight):
-                    if (item := self._take(prompt, in_flight)) is not None:
+                    if (delta := self._take(prompt, in_flight)) is not None:
                         has_more = True
-                        yield prompt, item
+                        yield prompt, delta
 
     def _take(self, prompt: int, in_flight: _InFlightPrompt) -> Delta | None:
         """Return the next delta of a prompt, or None if none is available or the prompt has ended."""
         try:
-            item = in_flight.answer.take()
+            answer_part = in_flight.answer.take()
         except EngineGone as gone:
             raise engine_gone(gone, 500) from gone
-        if item is None:
+        if answer_part is None:
             return None
         self._begun(in_flight.waiting)
-        if isinstance(item, Delta):
-            self._watch(in_flight, item)
-            return item
-        self.dones[prompt] = item
-        self._count(in_flight, item)
-        if item.error is not None:
-            raise ApiError(500, item.error, SERVER_ERROR)
+        if isinstance(answer_part, Delta):
+            self._watch(in_flight, answer_part)
+            return answer_part
+        self.dones[prompt] = answer_part
+        self._count(in_flight, answer_part)
+        if answer_part.error is not None:
+            raise ApiError(500, answer_part.error, SERVER_ERROR)
         return None
 
-    def end(self, why: str | None = None) -> None:
-        """Cancel all prompts that have not ended. `why`: the reason of an early end."""
+    def end(self, reason: str | None = None) -> None:
+        """Cancel all prompts that have not ended. `reason`: of an early end."""
         for in_flight in self._in_flight:
             self._begun(in_flight.waiting)
             in_flight.answer.cancel()
-        if why is not None:
-            self.record.finish.append(why)
-            self._metrics.ended_early(why)
+        if reason is not None:
+            self.record.finish.append(reason)
+            self._metrics.ended_early(reason)
 
     def _begun(self, waiting: WaitingPrompt | None) -> None:
         if waiting is not None:

@@ -84,8 +84,8 @@ class Metrics:
             self._prefill.observe(max(done.first_token_s - done.queue_s, 0.0))
             self._decode.observe(max(done.total_s - done.first_token_s, 0.0))
 
-    def ended_early(self, why: str) -> None:
-        self._cancelled.labels(self._model, why).inc()
+    def ended_early(self, reason: str) -> None:
+        self._cancelled.labels(self._model, reason).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)

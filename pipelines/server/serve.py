@@ -111,9 +111,9 @@ def _bound(config: ServeConfig) -> socket.socket:
         return listener
     except OSError as error:
         where = f"serve.host={config.host} serve.port={config.port}"
-        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         remedy = "give another port, or serve.port=0 for a free one"
-        raise UserError(f"{where} cannot be listened on ({why}): {remedy}") from error
+        raise UserError(f"{where} cannot be listened on ({reason}): {remedy}") from error
 
 
 class _Server:

@@ -60,8 +60,8 @@ class Service:
         self.model_name = config.model_name or Path(os.path.abspath(model.path)).name
         for key, paths in (("adapters", model.adapters), ("prefixes", model.prefixes)):
             if self.model_name in (paths or {}):
-                what = f"model.{key}={self.model_name} is not allowed"
-                raise UserError(f"{what}: it is the model's own name, give serve.model_name=NAME")
+                problem = f"model.{key}={self.model_name} is not allowed"
+                raise UserError(f"{problem}: it is the model's own name, give serve.model_name=NAME")
         self.model_names = [self.model_name, *sorted(model.adapters or {}), *sorted(model.prefixes or {})]
         """The names that requests may give as `model`. The model's own name is first."""
         self._model = model
@@ -133,28 +133,28 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError and ClientGone before the response begins."""
-        service, session, seconds, why = self._service, self._session, self._timeout_s, None
+        service, session, seconds, reason = self._service, self._session, self._timeout_s, None
         ends = Ends(receive, seconds, service.stopping)
         sender = Sender(send, service.config.send_timeout_s)
         try:
             with service.admission.place(self._num_sequences, seconds):
                 result = await ends.run(self._work(session))
                 if isinstance(result, Stream):
-                    why = await self._send_events(result, ends, sender)
+                    reason = await self._send_events(result, ends, sender)
             if not isinstance(result, Stream):
                 await sender.send_head([(b"content-type", b"application/json")])
                 await sender.send(msgspec.json.encode(result), more_body=False)
         except ClientGone:
-            why = "disconnected"
+            reason = "disconnected"
             raise
         except ReaderStopped:
-            why = "not_read"
+            reason = "not_read"
             abort(scope)
         except ApiError as error:
-            why = (error.code or error.type) if error.status in (503, 504) else None
+            reason = (error.code or error.type) if error.status in (503, 504) else None
             raise
         finally:
-            session.end(why)
+            session.end(reason)
 
     async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
         """Send the events, or the error that ends them. Return the reason of an early end. Raises ReaderStopped."""
@@ -165,23 +165,23 @@ class EngineResponse(Response):
                     async for part in parts:
                         await sender.send(part)
 
-        why = None
+        reason = None
         try:
             await sender.send_head(HEADERS)
             await ends.run(forward())
         except ClientGone:
             return "disconnected"
         except ApiError as error:
-            why = error.code or error.type
+            reason = error.code or error.type
             await sender.send(written([stream.failed(error)]))
         except ReaderStopped:
             raise
         except Exception:
-            why = "failed"
+            reason = "failed"
             log.error("a stream failed:\n%s", traceback.format_exc())
             await sender.send(written([stream.failed(failed())]))
         await sender.send(b"", more_body=False)
-        return why
+        return reason
 
 
 def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:

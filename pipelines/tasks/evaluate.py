@@ -133,8 +133,8 @@ def _load_reference(
         raise UserError(f"{where} has a vocabulary of {sizes}: give the model that this one comes from")
     for text, expected in token_ids.items() if reference.tokenizer else ():
         if encode_text(reference.tokenizer, text) != expected:
-            what = f"another tokenizer, which reads {text.where} as other tokens"
-            raise UserError(f"{where} has {what}: give the model that this one comes from")
+            difference = f"another tokenizer, which reads {text.where} as other tokens"
+            raise UserError(f"{where} has {difference}: give the model that this one comes from")
     return reference
 
 

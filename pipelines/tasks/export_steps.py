@@ -119,9 +119,9 @@ def _adapted(batch: Batch) -> Batch:
     return Batch.of(**{name: getattr(batch, name).tolist() for name in INPUTS}, adapter_slots=slots)
 
 
-def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
+def differing(tensors: Sequence[Tensor], other_tensors: Sequence[Tensor]) -> int | None:
     """Return the index of the first pair of tensors whose bits differ; None if all are equal."""
-    for number, pair in enumerate(zip(tensors, others, strict=True)):
+    for number, pair in enumerate(zip(tensors, other_tensors, strict=True)):
         if not torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in pair)):
             return number
     return None

@@ -40,8 +40,8 @@ class QuintetLM(TemplateLM):
         if engine.tokenizer is None:
             raise UserError("lm_eval asks by text, but there is no tokenizer: give model.tokenizer=PATH")
         if engine.capabilities.needs_whole_prompt:
-            what = "lm_eval scores tokens by those before them, but this model's prompts see themselves whole"
-            raise UserError(f"{what}: give another model")
+            problem = "lm_eval scores tokens by those before them, but this model's prompts see themselves whole"
+            raise UserError(f"{problem}: give another model")
         self._engine = engine
         self.tokenizer = engine.tokenizer
         self._max_length = engine.config.context.num_tokens
@@ -98,8 +98,8 @@ class QuintetLM(TemplateLM):
         for id in ids:
             if id is not None:
                 return id
-        what = f"the tokenizer in {self.tokenizer.source} has neither BOS nor EOS, and lm_eval needs one"
-        raise UserError(f"{what}: give tokenizer_config.json its bos_token or eos_token")
+        problem = f"the tokenizer in {self.tokenizer.source} has neither BOS nor EOS, and lm_eval needs one"
+        raise UserError(f"{problem}: give tokenizer_config.json its bos_token or eos_token")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return token ids, with special tokens unless the text begins with the prefix token or the caller decides."""
@@ -127,13 +127,13 @@ class QuintetLM(TemplateLM):
         """
         windows = []
         for _, context, continuation in requests:
-            seen = (context + continuation)[-(self._max_length + 1) :]
+            token_ids = (context + continuation)[-(self._max_length + 1) :]
             if not continuation:
                 raise UserError("a continuation has no tokens in this model's vocabulary: give another one")
-            if len(continuation) >= len(seen):
-                limit = f"more than the model takes beside a token before it ({self._engine.config.context})"
+            if len(continuation) >= len(token_ids):
+                limit = f"more than the model takes after one token of context ({self._engine.config.context})"
                 raise UserError(f"a continuation has {len(continuation)} tokens, {limit}: give a shorter one")
-            windows.append(Window(seen, len(continuation)))
+            windows.append(Window(token_ids, len(continuation)))
         return [(score.log_likelihood, score.is_greedy) for score in likelihoods(self._engine, windows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

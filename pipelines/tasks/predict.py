@@ -98,10 +98,12 @@ class PredictJob(RowJob):
             results = (_paddlenlp_row(r) if is_paddlenlp else r["row"] for r in records())
             report.write_atomically(expanded(self._output_file), (f"{dumps(result)}\n" for result in results))
         if self.totals["num_answers"]:
-            for name, is_wanted in (("batch_output.jsonl", True), ("batch_error.jsonl", False)):
+            for name, is_success in (("batch_output.jsonl", True), ("batch_error.jsonl", False)):
                 answers = (record[ANSWER] for record in records() if ANSWER in record)
-                wanted = (answer for answer in answers if (answer["response"]["status_code"] == 200) is is_wanted)
-                report.write_atomically(folder / name, (f"{dumps(answer)}\n" for answer in wanted))
+                file_answers = (
+                    answer for answer in answers if (answer["response"]["status_code"] == 200) is is_success
+                )
+                report.write_atomically(folder / name, (f"{dumps(answer)}\n" for answer in file_answers))
 
 
 def _paddlenlp_row(record: Record) -> Row:
@@ -136,8 +138,12 @@ def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
         if row["error"]:
             print(escape_line(f" -> error: {row['error']}"))
             continue
-        for one in row.get("completions", [row]):
-            print(escape_control_chars(f" -> {one['text'] if one['text'] is not None else one['token_ids']}"))
+        for completion in row.get("completions", [row]):
+            print(
+                escape_control_chars(
+                    f" -> {completion['text'] if completion['text'] is not None else completion['token_ids']}"
+                )
+            )
     if metrics["num_prompts"] > len(rows):
         print(f"... and {metrics['num_prompts'] - len(rows)} more")
     if metrics["num_truncated_rows"]:

@@ -47,19 +47,19 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()
-        kept = _Kept(engine)
+        prefix_file = _Kept(engine)
         encoder = PromptEncoder(engine.tokenizer, run.prefix.add_special_tokens, run.prefix.chat_template)
         for row in prompts:
             try:
-                kept.add(_request(engine, encoder, row, run.decode))
+                prefix_file.add(_request(engine, encoder, row, run.decode))
             except UserError as error:
                 raise UserError(f"row {row.index} of prefix.data: {error}") from error
-    if not kept.rows:
-        what = f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
-        raise UserError(f"{what}: give longer prompts, or smaller blocks")
-    kept.save(target, identity(ready.source, ready.options.weights, ready.quant, engine.dtype, engine.device))
+    if not prefix_file.rows:
+        problem = f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
+        raise UserError(f"{problem}: give longer prompts, or smaller blocks")
+    prefix_file.save(target, identity(ready.source, ready.options.weights, ready.quant, engine.dtype, engine.device))
     metrics = {
-        **kept.metrics,
+        **prefix_file.metrics,
         "num_blank_lines": prompts.num_blank_lines,
         "unused_fields": prompts.unused_fields,
         "bytes_written": target.stat().st_size,

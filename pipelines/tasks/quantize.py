@@ -30,13 +30,13 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Quantise the model. Raises UserError if it cannot be quantised; finished layers are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
-    wanted = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
+    allowed = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
     changes_weights = run.quant.scheme is not QuantScheme.none or run.quant.sparsity.prunes
-    check(is_static or changes_weights, "quant", "none", wanted)
+    check(is_static or changes_weights, "quant", "none", allowed)
     later = "with task=quantize and give it when the model is used"
     check(not run.model.keep_packed, "model.keep_packed", "true", f"false {later}")
-    wanted = f"none {later}, or quant.kv_cache_scales=static"
-    check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
+    allowed = f"none {later}, or quant.kv_cache_scales=static"
+    check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, allowed)
     check(activations is activations.in_files, "quant.activations", activations.name, f"none {later}")
     source = resolve_model(run.model)
     if source.is_quantized:

@@ -110,9 +110,9 @@ def _answer_ids(tokenizer: Tokenizer | None) -> list[int]:
         raise UserError("a model without a head of labels scores by its tokens yes and no: give model.tokenizer=PATH")
     answer_token_ids = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(token_ids) != 1 for token_ids in answer_token_ids):
-        what = "a model without a head of labels scores by the tokens yes and no, which this tokenizer does not have"
+        problem = "a model without a head of labels scores by the tokens yes and no, which this tokenizer does not have"
         raise UserError(
-            f"{what}: give a reward model, whose architecture ends in ForSequenceClassification, or a reranker"
+            f"{problem}: give a reward model, whose architecture ends in ForSequenceClassification, or a reranker"
         )
     return [token_ids[0] for token_ids in answer_token_ids]
 

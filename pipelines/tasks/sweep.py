@@ -113,14 +113,14 @@ def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[f
     """
     if names is None or (job := _read_job(folder, "")).error:
         return None
-    wanted = [names] if isinstance(names, str) else list(names)
+    metric_names = [names] if isinstance(names, str) else list(names)
     numbers = {name: value for name, value in job.metrics.items() if not isinstance(value, str)}
-    if unknown := [name for name in wanted if name not in numbers]:
+    if unknown := [name for name in metric_names if name not in numbers]:
         raise UserError(
             f"sweep.objective={unknown[0]} is no metric of the job: {list_known_names(numbers, unknown[0])}"
         )
-    values = [float(value) for name in wanted if (value := numbers[name]) is not None]
-    if len(values) < len(wanted):
+    values = [float(value) for name in metric_names if (value := numbers[name]) is not None]
+    if len(values) < len(metric_names):
         return None
     return values[0] if isinstance(names, str) else values
 
@@ -194,9 +194,9 @@ def _side_by_side(group: list[SweepJob]) -> SweepJob:
     """
     metrics: dict[str, Value] = {}
     for job in group:
-        others = [other.metrics for other in group if other is not job]
+        other_metrics = [other.metrics for other in group if other is not job]
         for name, value in job.metrics.items():
-            agreed = all(other.get(name, value) == value for other in others)
+            agreed = all(other.get(name, value) == value for other in other_metrics)
             metrics[name if agreed else f"{job.overrides.get(TASK)}.{name}"] = value
     if peaks := [peak for job in group if isinstance(peak := job.metrics.get(PEAK_MEMORY), int)]:
         metrics[PEAK_MEMORY] = max(peaks)

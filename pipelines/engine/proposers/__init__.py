@@ -12,7 +12,7 @@ class Proposer(Protocol):
     reads_hidden: ClassVar[bool] = False
     """Whether the engine calls `observe`."""
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, limits: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence, at most the given number.
 
         The sequence's block table has room for them.

@@ -56,9 +56,9 @@ class ModelProposer(Proposer):
         for _, target in copies:
             self._hashes.pop(target, None)
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, limits: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence; none if its missing tokens exceed one batch."""
-        drafts = {sequence: Draft(sequence, most) for sequence, most in wanted}
+        drafts = {sequence: Draft(sequence, most) for sequence, most in limits}
         missed = self._uncached_tokens(list(drafts))
         for part in missed:
             self._record_cached(part)

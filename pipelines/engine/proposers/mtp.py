@@ -57,9 +57,9 @@ class MtpProposer(Proposer):
             before = item.sequence.drafting.hidden[:count] if count else hidden[:0]
             item.sequence.drafting = WaitingHidden(item.start - count, torch.cat((before, hidden)))
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, limits: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence; none before the model has computed all but its last token."""
-        drafts = [Draft(sequence, most) for sequence, most in wanted]
+        drafts = [Draft(sequence, most) for sequence, most in limits]
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
         growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
         hidden = self._compute([(draft.sequence, ends[draft.sequence]) for draft in growing])

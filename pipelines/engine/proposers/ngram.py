@@ -1,5 +1,5 @@
-"""N-gram drafts: copies of what followed an earlier occurrence of the last tokens, in the row's prediction, in the row
-itself or in finished rows.
+"""N-gram drafts: copies of the tokens that followed an earlier occurrence of the last tokens, in the row's prediction, in
+the row itself or in finished rows.
 
 The method is prompt lookup (Saxena 2023) and llama.cpp's lookup decoding. The cost per token does not depend on the
 text's length.
@@ -53,8 +53,8 @@ class NgramProposer(Proposer):
         self._in_prediction: WeakKeyDictionary[Sequence, NgramPositions] = WeakKeyDictionary()
         self._shared = SharedTables()
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [self._draft(sequence, most) for sequence, most in wanted]
+    def propose(self, limits: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._draft(sequence, most) for sequence, most in limits]
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         settings = sequence.params.speculation
@@ -109,7 +109,7 @@ def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
     """Return the draft of PaddleNLP's method (`ngram_match.cc` of inference_with_reference).
 
     For n from `max_ngram` down to 1: find the first occurrence of the output's last n tokens in the prompt, and copy
-    what follows, clipped at the prompt's end. If the prompt does not contain them, search the output in the same way;
+    the tokens after it, clipped at the prompt's end. If the prompt does not contain them, search the output in the same way;
     here the output starts with the prompt's last token and excludes its own last token.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]

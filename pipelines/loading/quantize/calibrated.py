@@ -42,14 +42,14 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
             raise UserError(f"{unused}: leave them out, or give the float model")
         return ReadyModel(source, run.model, run.quant)
     if source.architecture.head is not HeadKind.vocabulary:
-        what = (
+        problem = (
             f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
         )
         remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
-        raise UserError(f"{what}: {remedy}")
+        raise UserError(f"{problem}: {remedy}")
     if run.quant.scheme is QuantScheme.auto:
-        made = find_or_make_plan(calibration_job(run), source, progress)
-        return ReadyModel(source, run.model, replace(run.quant, bits=None, max_bytes=None, plan=str(made)))
+        plan_file = find_or_make_plan(calibration_job(run), source, progress)
+        return ReadyModel(source, run.model, replace(run.quant, bits=None, max_bytes=None, plan=str(plan_file)))
     if run.quant.method is QuantMethod.imatrix:
         file = find_or_make_imatrix(calibration_job(run), source, progress)
         return ReadyModel(source, run.model, replace(run.quant, imatrix=str(file)))

@@ -48,16 +48,16 @@ def read_calibration_data(
     else:
         ids = [token_id for row in rows for token_id in row]
         samples = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
-    wanted = config.num_samples + NUM_HELD_OUT
-    if len(samples) < wanted:
+    num_needed = config.num_samples + NUM_HELD_OUT
+    if len(samples) < num_needed:
         unit = "prompts" if are_prompts else f"samples of {length} tokens"
         raise UserError(
             f"calibrate.data has {len(samples)} {unit}, but calibrate.num_samples={config.num_samples} and {NUM_HELD_OUT} "
             "for the report are wanted: give more text, or fewer or shorter samples (calibrate.sequence_length)"
         )
-    chosen = random.Random(config.seed).sample(range(len(samples)), wanted)
-    taken = [samples[i] for i in chosen]
-    return CalibrationData(taken[: config.num_samples], taken[config.num_samples :], source)
+    chosen = random.Random(config.seed).sample(range(len(samples)), num_needed)
+    drawn = [samples[i] for i in chosen]
+    return CalibrationData(drawn[: config.num_samples], drawn[config.num_samples :], source)
 
 
 def calibration_file(data: str) -> DataFile:

@@ -90,11 +90,11 @@ def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
 
     The searches, whose time does not grow with the number of tokens, use that many.
     """
-    taken: list[list[int]] = []
+    folded: list[list[int]] = []
     for text in texts:
-        if sum(map(len, taken)) < NUM_SAMPLES:
-            taken.append([token_id % engine.vocab_size for token_id in text])
-    return taken
+        if sum(map(len, folded)) < NUM_SAMPLES:
+            folded.append([token_id % engine.vocab_size for token_id in text])
+    return folded
 
 
 def _measure(

@@ -82,7 +82,7 @@ class QuantizeJob:
         of_floats = replace(self, quant=QuantConfig())
         return kept_folder("imatrix") / f"{of_floats._name(source, 'imatrix')}.gguf"
 
-    def _name(self, source: ModelSource, how: str) -> str:
+    def _name(self, source: ModelSource, method: str) -> str:
         digest, path = hashlib.sha256(dumps(self.identity(source)).encode()).hexdigest(), self.model.path
         name = Path(path).resolve().name if Path(path).exists() else path.replace("/", "_")
-        return f"{name}-{how}-{digest[:12]}"
+        return f"{name}-{method}-{digest[:12]}"

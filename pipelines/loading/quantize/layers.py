@@ -24,15 +24,15 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
     progress.quantized(0, len(share.parts))
     for i, part in enumerate(share.parts):
         if files.has(part):
-            kept = files.read(part)
+            quantized = files.read(part)
             share.run(PassOver(part.index))
-            share.run(Place(part.index, kept.tensors))
+            share.run(Place(part.index, quantized.tensors))
         else:
             chosen = share.run(Choose(part.index))
             assert chosen is not None
-            kept = replace(chosen, tensors=chosen.tensors | share.run(Place(part.index, chosen.tensors)))
-            files.write(part, kept)
-        reports += kept.reports
+            quantized = replace(chosen, tensors=chosen.tensors | share.run(Place(part.index, chosen.tensors)))
+            files.write(part, quantized)
+        reports += quantized.reports
         progress.quantized(i + 1, len(share.parts))
     return reports
 

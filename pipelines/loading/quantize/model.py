@@ -37,11 +37,11 @@ def make_model(
     """
     samples = f"{job.calibrate.num_samples} samples of at most {job.calibrate.sequence_length} tokens"
     sparsity = f" and quant.sparsity ({job.quant.sparsity})" if job.quant.sparsity.prunes else ""
-    what = f"{job.model.path} by quant={job.quant.scheme.name}{sparsity}"
+    description = f"{job.model.path} by quant={job.quant.scheme.name}{sparsity}"
     settings = read_request_settings(job.model, source)
     ready = preflight(job, source, settings, target.parent, with_report)
     source.warn_of_unread_keys()
-    log.warning("calibrating %s on %s: %s; it is kept in %s", what, samples, ready.duration, target)
+    log.warning("calibrating %s on %s: %s; it is kept in %s", description, samples, ready.duration, target)
     with (
         progress.calibrating(),
         float_engine(job, settings, ready.plan, ready.layout, ready.data.samples, progress) as (engine, share),

@@ -57,8 +57,8 @@ class Predictions:
     @torch.inference_mode()
     def _predict(self, engine: Engine, text: list[int]) -> Tensor:
         """Return log probabilities [R, V] float32."""
-        seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
-        hidden = engine.hidden_states([seen], [num_outputs])
+        input_ids, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
+        hidden = engine.hidden_states([input_ids], [num_outputs])
         rows = [finite_logits(engine.executor, part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
         return torch.cat(rows)
 

@@ -39,11 +39,13 @@ def write_auto_plan(
     groups, max_bytes = find_groups(plan.model, job.quant, device), free_bytes(plan.model, job.quant, plan.dtype)
     check_budget(groups, max_bytes, job.quant)
     for_any_budget = replace(job, quant=replace(job.quant, bits=None, max_bytes=None))
-    kept = target.with_name(f"{for_any_budget.default_target(source).name}.losses.json")
-    if not kept.is_file():
+    losses_file = target.with_name(f"{for_any_budget.default_target(source).name}.losses.json")
+    if not losses_file.is_file():
         candidates = _measure_groups(job, plan, groups, progress)
-        _write(kept, json.dumps([[asdict(candidate) for candidate in group] for group in candidates], indent=1))
-    candidates = [[Candidate(**values) for values in group] for group in json.loads(kept.read_text(encoding="utf-8"))]
+        _write(losses_file, json.dumps([[asdict(candidate) for candidate in group] for group in candidates], indent=1))
+    candidates = [
+        [Candidate(**values) for values in group] for group in json.loads(losses_file.read_text(encoding="utf-8"))
+    ]
     chosen = allocate(candidates, max_bytes)
     formats = {name: choice.format for group, choice in zip(groups, chosen, strict=True) for name in group.names}
     num_bytes, num_weights = sum(choice.num_bytes for choice in chosen), sum(group.num_weights for group in groups)

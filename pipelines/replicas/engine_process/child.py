@@ -51,23 +51,23 @@ class LocalChild:
     @classmethod
     async def start(cls) -> "LocalChild":
         """Start a process. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         try:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND,
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 process_group=0,  # an interrupt from the terminal must reach only the parent
                 env={**os.environ, "PYTHONPATH": path},
             )
         except OSError:
-            ours.close()
+            parent_end.close()
             raise
         finally:
-            theirs.close()
-        return cls(process, *await asyncio.open_connection(sock=ours))
+            child_end.close()
+        return cls(process, *await asyncio.open_connection(sock=parent_end))
 
     def write(self, content: bytes) -> None:
         self._writer.write(content)

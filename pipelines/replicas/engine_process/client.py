@@ -158,7 +158,7 @@ class EngineClient:
         self._suspects = Suspects() if suspects is None else suspects
         self._start_child = start_child
         self._child: Child | None = None
-        self._why: str | None = None  # the reason for which the child was ended
+        self._end_reason: str | None = None  # the reason for which the child was ended
         self._stall: asyncio.TimerHandle | None = None
         self._heard_s = 0.0  # event loop time at which the current wait for the child began
         self._is_late = False  # whether the current wait is the second one
@@ -231,14 +231,14 @@ class EngineClient:
     async def _keep_running(self) -> None:
         try:
             while True:
-                why = await self._run_child()
-                self._lose_answers(why)
+                reason = await self._run_child()
+                self._lose_answers(reason)
                 if self._failure or self._is_closing:
                     return
                 if not self._was_ready:
-                    self._fail(UserError(f"the engine {why} while it loaded the model"))
+                    self._fail(UserError(f"the engine {reason} while it loaded the model"))
                     return
-                log.error("the engine %s: it is restarted", why)
+                log.error("the engine %s: it is restarted", reason)
                 self.num_restarts += 1
                 await asyncio.sleep(self._backoff_s)
                 self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
@@ -253,13 +253,13 @@ class EngineClient:
             child = await self._start_child()
         except OSError as error:
             return f"cannot be started ({error})"
-        self._child, self._why = child, None
+        self._child, self._end_reason = child, None
         try:
             folder = None if (path := log_folder()) is None else str(path)
             child.write(encode(Start(self._run, folder)))
             await self._receive(child)
-            how = await child.ended()
-            return self._why or how
+            reason = await child.ended()
+            return self._end_reason or reason
         finally:
             self.info, self.beat, self._child = None, None, None
             await child.close()
@@ -304,7 +304,7 @@ class EngineClient:
                 self.info, self._was_ready = frame, True
                 self._is_settled.set()
             case Unready():
-                self._why = f"cannot load the model ({frame.message})"
+                self._end_reason = f"cannot load the model ({frame.message})"
                 if not self._was_ready:
                     self._fail(UserError(frame.message))
 
@@ -336,17 +336,19 @@ class EngineClient:
             self._heard_s, self._is_late, left_s = loop.time(), True, wait_s
         self._stall = loop.call_later(left_s, self._waited)
 
-    def _end_child(self, why: str) -> None:
-        self._why = why
+    def _end_child(self, reason: str) -> None:
+        self._end_reason = reason
         if self._child is not None:
             self._child.kill()
 
-    def _lose_answers(self, why: str) -> None:
+    def _lose_answers(self, reason: str) -> None:
         """End the requests in flight. Unless the client is closing, count a crash for the requests that had begun."""
         lost, self._answers = self._answers, {}
         for answer in lost.values():
             answer.end(
-                EngineGone(f"the engine {why}" if self._is_closing else f"the engine {why}: send the request again")
+                EngineGone(
+                    f"the engine {reason}" if self._is_closing else f"the engine {reason}: send the request again"
+                )
             )
         begun, self._begun = self._begun, set()
         if not self._is_closing:

@@ -82,9 +82,9 @@ class MessageReader:
         if isinstance(part, Reasoning):
             return {"reasoning_content": part.text}
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        made = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
+        digest = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
         function = {"name": part.name, "arguments": part.arguments}
-        return {"tool_calls": [{"index": index, "id": part.id or made, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": index, "id": part.id or digest, "type": "function", "function": function}]}
 
 
 class Chat:
@@ -152,8 +152,10 @@ class Chat:
             raise bad_request(message, "tools")
         settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
         # Where special tokens mark calls they stay in the text. All other special tokens, such as EOS, are dropped.
-        left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
-        dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
+        special_texts = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
+        dropped = [
+            text for text in special_texts if not any(text in literal for literal in form.literals + [*CALL_TOKENS])
+        ]
         return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
 
     def _encoded(

@@ -83,9 +83,9 @@ def loading() -> ApiError:
     return ApiError(503, message, SERVER_ERROR, code="loading", headers={"retry-after": "1"})
 
 
-def engine_gone(why: object, status: int) -> ApiError:
+def engine_gone(reason: object, status: int) -> ApiError:
     """Return the error for an engine that ended before the answer was complete."""
-    return ApiError(status, str(why), SERVER_ERROR, code="engine_gone", headers={"retry-after": "1"})
+    return ApiError(status, str(reason), SERVER_ERROR, code="engine_gone", headers={"retry-after": "1"})
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
