@@ -90,5 +90,5 @@ def test_random_weights_become_tokens() -> None:
 
 
 @pytest.mark.long
-def test_what_needs_a_gpu_can_be_imported() -> None:
+def test_modules_that_need_a_gpu_can_be_imported() -> None:
     assert "test_tokens_are_the_cpus_with_graphs_and_without" in run_bare(COLLECT)

@@ -67,7 +67,7 @@ def test_files_and_functions_are_short() -> None:
     assert [name(page) for page in REPOSITORY.glob("docs/*.md") if len(lines(page)) > PAGE] == []
 
 
-def test_what_is_too_long_is_found() -> None:
+def test_functions_over_the_budget_are_found() -> None:
     body = "    pass\n" * FUNCTION
     assert too_long("def f():\n" + body) == ["f: 51"]
     assert too_long("class C:\n    async def f():\n" + "        pass\n" * FUNCTION) == ["f: 51"]

@@ -202,7 +202,7 @@ def nothing_between_processes_is_pickled() -> Iterator[str]:
     yield from (name for name in names if top_packages(name) & {"pickle", "cloudpickle", "multiprocessing"})
 
 
-def what_decides_imports_no_torch() -> Iterator[str]:
+def deciding_modules_import_no_torch() -> Iterator[str]:
     for name in TORCHLESS:
         yield from (f"{name} by {module}" for module in reached(name) if "torch" in top_packages(module))
 
@@ -250,7 +250,7 @@ RULES: list[Callable[[], Iterator[str]]] = [
     packages_stay_in_their_places,
     ranks_alone_use_torch_distributed,
     nothing_between_processes_is_pickled,
-    what_decides_imports_no_torch,
+    deciding_modules_import_no_torch,
     schema_and_build_need_only_the_standard_library,
     every_package_is_installed,
     no_test_module_imports_another,

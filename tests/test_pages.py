@@ -46,7 +46,7 @@ def test_settings_exist() -> None:
     assert {name: settings for name, text in texts.items() if (settings := [*unknown_settings(text)])} == {}
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_broken_links_and_unknown_settings_are_found() -> None:
     document, text = (
         REPOSITORY / "README.md",
         "[a](#folders) [b](LICENSE) [c](#two) [d](docs/none.md) [e](conf/README.md#x)",

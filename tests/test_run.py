@@ -202,7 +202,7 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
         ("predict", "missing EQUAL at '<EOF>': give KEY=VALUE"),
     ],
 )
-def test_what_hydra_says_has_a_remedy(argument: str, message: str) -> None:
+def test_errors_of_hydra_have_a_remedy(argument: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         compose_run_config(for_hydra(["predict.data=hello", argument]))
     assert message in str(raised.value)

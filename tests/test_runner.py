@@ -386,7 +386,7 @@ def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
     assert num_refused > 50
 
 
-def test_what_the_runner_does_not_compute(program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_graphs_that_the_runner_does_not_support_are_refused(program: Path, exports: Exports, tmp_path: Path) -> None:
     a8w8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
     made = exports.of(wide_llama(tmp_path / "a8w8", DType.bfloat16, a8w8))
     assert "the runner does not support torch.ops.quintet." in call(program, made, "3").stderr
@@ -394,7 +394,7 @@ def test_what_the_runner_does_not_compute(program: Path, exports: Exports, tmp_p
     assert "the runner does not support a cache of fp8" in call(program, fp8, "3").stderr
 
 
-def test_what_is_not_for_the_runner(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_folders_that_the_runner_cannot_run_are_refused(export_folder: Path, program: Path, tmp_path: Path) -> None:
     ran = call(program, tmp_path / "none", "3")
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "export.json cannot be read (No such file or directory)" in ran.stderr

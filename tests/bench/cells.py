@@ -6,7 +6,7 @@ config.json; its weights are random. Without MODEL the rows are families in bflo
 each with `--rows 1 --new 16 --repeats 1`.
 
 Each cell runs in its own process. `--formats` takes patterns of names, `'int4*' 'artefact*'`, so that one measurement
-can be split into several runs. `--artefacts FOLDER` adds models that `task=quantize`, `task=convert` or other tools
+can be split into several runs. `--models FOLDER` adds models that `task=quantize`, `task=convert` or other tools
 have written, one per subfolder; only these cells have static activations, act-order or AWQ's order. GGUF types use
 files of random blocks. The last line names the slowest cell of one row, by its share of the bandwidth.
 
@@ -68,7 +68,7 @@ METRICS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--artefacts", type=Path)
+    parser.add_argument("--models", type=Path)
     parser.add_argument("--formats", nargs="*", default=["*"], help="patterns of names")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=128)
@@ -85,7 +85,7 @@ def main() -> None:
     }
     sizes = [f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
     with tempfile.TemporaryDirectory() as folder:
-        sources = artefacts_in(args.artefacts) if args.artefacts else {}
+        sources = models_in(args.models) if args.models else {}
         if args.model:
             sources |= schemes(args.model) | block_files(args.model, Path(folder))
         all_cells = cells(sources) or family_cells(Path(folder))
@@ -157,7 +157,7 @@ def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(known, key=lambda row: float(row["decode_share_of_bandwidth"]), default=None)
 
 
-def artefacts_in(folder: Path) -> dict[str, list[str]]:
+def models_in(folder: Path) -> dict[str, list[str]]:
     """Return the settings of each model in a folder."""
     return {f"artefact {path.name}": [f"model.path={path}"] for path in sorted(folder.iterdir())}
 

@@ -68,10 +68,10 @@ def commands(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     peers = {"openvino": (args.openvino, OPENVINO), "llama.cpp": (args.gguf, LLAMA_CPP)}
     return {
         "model, kept packed": run_py(*settings(args), "model.keep_packed=true", *one),
-        "artefact": run_py(f"model.path={folder / 'artefact'}", *one),
+        "artefact": run_py(f"model.path={folder / 'exported'}", *one),
         "runner": [
             str(build_runner(folder / "runner")),
-            str(folder / "artefact"),
+            str(folder / "exported"),
             "decode.max_new_tokens=1",
             *map(str, PROMPT),
         ],
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the medians of all rounds."""
     seconds(
         run_py(
-            "task=export", *settings(args), f"export.output={folder / 'artefact'}", f"hydra.run.dir={folder / 'export'}"
+            "task=export", *settings(args), f"export.output={folder / 'exported'}", f"hydra.run.dir={folder / 'export'}"
         )
     )
     starts = commands(args, folder)
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name, command in starts.items():
             first[name].append(seconds(command))
         speeds["model"].append(bench(folder / "model", settings(args)))
-        speeds["artefact"].append(bench(folder / "bench", [f"model.path={folder / 'artefact'}"]))
+        speeds["artefact"].append(bench(folder / "bench", [f"model.path={folder / 'exported'}"]))
     pairs = list(zip(speeds["artefact"], speeds["model"], strict=True))
     return {
         "first_token_s": {name: round(statistics.median(times), 3) for name, times in first.items()},

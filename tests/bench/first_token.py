@@ -95,7 +95,7 @@ def write_checkpoint(folder: Path, size: str) -> None:
 def measure(model: Path, overrides: list[str], scratch: Path) -> dict[str, Any]:
     shutil.rmtree(scratch, ignore_errors=True)
     if "task=quantize" in overrides:
-        overrides = [*overrides, f"quantize.output={scratch / 'artefact'}"]
+        overrides = [*overrides, f"quantize.output={scratch / 'quantized'}"]
     command = [
         sys.executable,
         "run.py",
@@ -122,7 +122,7 @@ def measure(model: Path, overrides: list[str], scratch: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="for checkpoints and artefacts; 1.1 B take 4 GB, 7 B 21 GB"
+        "--folder", type=Path, required=True, help="for checkpoints and quantised models; 1.1 B take 4 GB, 7 B 21 GB"
     )
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["1.1B", "7B"])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))

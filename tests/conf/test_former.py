@@ -25,7 +25,7 @@ def test_the_page_is_that_of_the_table() -> None:
 
 @pytest.mark.long
 @each("tool", SECTIONS, quick=["llama.cpp"])
-def test_what_the_page_says_is_an_option_here(tool: str) -> None:
+def test_each_option_on_the_page_composes(tool: str) -> None:
     for row in SECTIONS[tool]:
         assert row.arguments or row.note
         ours = row.arguments

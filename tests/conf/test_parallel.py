@@ -63,13 +63,13 @@ REFUSED: dict[str, list[str]] = {
 
 @pytest.mark.long
 @each("message", REFUSED)
-def test_what_ranks_do_not_do_is_one_line(message: str) -> None:
+def test_options_that_ranks_do_not_support_are_refused_in_one_line(message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose_run_config(REFUSED[message])
     assert str(caught.value).startswith(message)
 
 
 @each("setting", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"])
-def test_what_goes_with_ranks(setting: str) -> None:
+def test_options_that_ranks_support_compose(setting: str) -> None:
     run: Any = compose_run_config([*TP, setting])
     assert (run.parallel.mode.name, run.parallel.tp) == ("tp", 2)

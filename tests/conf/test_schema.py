@@ -302,7 +302,7 @@ def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
         ({"early_stopping": True}, "decode.early_stopping=True is not used with decode.num_beams=1"),
     ],
 )
-def test_what_another_switches_off_is_told_once(
+def test_a_setting_that_another_switches_off_is_warned_of_once(
     values: dict[str, object], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     conf.decoding.warn_once.cache_clear()  # other workers may have been told

@@ -23,7 +23,7 @@ def test_every_control_character_is_shown_and_nothing_else_is_changed() -> None:
     assert len(DIRECTIONS) == 9
 
 
-def test_what_is_part_of_a_line_has_no_line_break() -> None:
+def test_an_escaped_line_has_no_line_break() -> None:
     assert escape_line("a\nb\x1b[2J\r") == r"a\nb\x1b[2J\r"
 
 

@@ -140,7 +140,7 @@ def test_inputs_that_fill_no_step_of_tiles() -> None:
     assert ((y - x.double() @ values.double().T).abs() <= error + 1e-6).all()
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_block_weights_and_products_are_refused() -> None:
     raw, _ = blocks_of("Q4_K", 16, 256)
     weight = pack_blocks("Q4_K", raw)
     with pytest.raises(ValueError, match="a packed weight of 4736 bytes, of 256 inputs in blocks of 256, cannot be"):

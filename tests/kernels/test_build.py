@@ -103,7 +103,9 @@ def test_processes_build_at_once(tmp_path: Path) -> None:
     assert made == [".lock", ".so"]
 
 
-def test_what_changes_the_library_changes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_compiler_flags_and_instruction_set_change_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, compiler = tmp_path / "a.cpp", "/bin/echo"
     source.write_text("1")
     monkeypatch.setattr(build, "sources", lambda: [source])

@@ -342,7 +342,7 @@ def test_calls_outside_the_capture_are_not_recorded() -> None:
         lambda x: x + float(rms_norm(x, NORM, 1e-5)[0, 0]),
     ],
 )
-def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(compute: Callable[[Tensor], Tensor]) -> None:
+def test_a_call_that_reads_values_is_computed_and_not_captured(compute: Callable[[Tensor], Tensor]) -> None:
     set_threads(1)
     graph, result = capture(lambda: compute(TABLE))
     assert graph is None

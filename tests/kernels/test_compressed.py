@@ -100,7 +100,7 @@ def test_exceptions_are_multiplied_too() -> None:
 
 
 @compiled
-def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_weights_that_become_smaller_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "instruction_set", lambda: "avx512")  # whichever function compresses them
     weight = random(512, 1024)
     assert pack(weight).memory.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few

@@ -166,7 +166,7 @@ def test_work_that_ends_between_two_looks_is_not_a_failure() -> None:
     assert [work.num_waits for work in group.late.works] == [2]
 
 
-def test_what_was_sent_is_kept_until_it_has_left() -> None:
+def test_sent_tensors_are_kept_until_the_transfer_ends() -> None:
     server = serve_addresses(HOST)
     _, group = (LateGloo((HOST, server.port), "two", rank, 2, HOST, server) for rank in range(2))
     for waits, kept in (([0], [True]), ([2, 0], [False, True])):

@@ -325,7 +325,7 @@ def test_the_largest_sums_do_not_overflow() -> None:
     ]
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_codes_and_scales_that_cannot_be_packed_are_refused() -> None:
     codes, scales = torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2)
     with pytest.raises(ValueError, match="5 groups of 64 inputs: a group has 32, 64 or 128 inputs, or all of them"):
         pack_codes(codes, torch.ones(4, 5), None, 8)

@@ -74,7 +74,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     assert not result[2].isfinite().any()
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_rows_weights_and_biases_that_do_not_fit_are_refused() -> None:
     packed = pack(randn(17, 32))
     with pytest.raises(ValueError, match=r"rows \[2, 31\] cannot be multiplied by a weight of 32 inputs"):
         matmul(randn(2, 31), packed)

@@ -152,7 +152,7 @@ def outcome(case: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | type[Exc
 
 @compiled
 @each("misfit", MISFITS)
-def test_what_does_not_fit_is_for_torch_to_judge(misfit: str) -> None:
+def test_unsupported_arguments_behave_as_in_torch(misfit: str) -> None:
     result = outcome(MISFITS[misfit])
     with computing("torch"):
         expected = outcome(MISFITS[misfit])
@@ -202,7 +202,7 @@ OTHERS: dict[str, Callable[[Tensor], object]] = {  # of a tensor [8] on another 
 
 
 @each("name", OTHERS)
-def test_what_lies_on_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_tensors_on_another_device_are_not_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(build, "library", lambda: Unused())
     with contextlib.suppress(RuntimeError):  # torch's message about two devices
         OTHERS[name](torch.empty(8, device="meta"))

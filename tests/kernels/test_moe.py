@@ -133,7 +133,7 @@ def test_damaged_logits_choose_experts_that_exist() -> None:
 
 @any_way
 @poisoned()
-def test_what_the_rows_and_the_sum_are() -> None:
+def test_rows_are_grouped_by_expert_and_summed_exactly() -> None:
     x, chosen = randn(7, 5, dtype=torch.bfloat16), choose(7, 3, 6)
     rows, starts, places = group_rows(x, chosen, 6)
     assert torch.equal(rows[places], x[:, None].expand(7, 3, 5))

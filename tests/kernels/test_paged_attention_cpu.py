@@ -245,7 +245,7 @@ def test_nothing_behind_a_cache_is_read() -> None:
 
 
 @compiled
-def test_what_is_not_a_number_shows() -> None:
+def test_nan_queries_change_only_their_own_outputs() -> None:
     filled = fill([30, 30], (2, 1, 16, 16))
     filled.queries[0][7] = torch.nan
     first, second = attend(filled, [(0, 0, 30), (1, 0, 30)], {})

@@ -148,7 +148,7 @@ def test_no_rows_and_strided_rows() -> None:
 
 
 @any_way
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_weights_that_cannot_share_one_call_are_refused() -> None:
     dense, x = (
         [products.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)],
         randn(2, 32, dtype=torch.float32),

@@ -111,7 +111,7 @@ MERGE = r", which an unmerged adapter cannot do: merge it: task=convert convert\
         ({"target_modules": ["embed_tokens"]}, r"replaces a bias or a saved module \(model\.embed_tokens\)"),
     ],
 )
-def test_what_only_merging_can_do(
+def test_adapters_that_must_be_merged_are_refused(
     base: Path, engine: Engine, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, **config)

@@ -93,7 +93,7 @@ def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -
     assert num_made[0] < 10_000
 
 
-def test_what_is_wrong_with_the_files_is_said_first(tmp_path: Path) -> None:
+def test_damaged_files_are_reported_before_other_errors(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM, **SIZES)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(UserError, match=r"model.safetensors is truncated or not a safetensors file"):

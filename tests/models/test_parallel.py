@@ -276,7 +276,7 @@ def test_one_rank_is_the_whole_model(tmp_path: Path) -> None:
     assert [type(file) for file in plan.files] == [type(file) for file in plan_of(run).files]
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_sharded_are_refused(tmp_path: Path) -> None:
     write_llama(tmp_path)
     run, group = run_config(tmp_path), Threads.of(1)[0]
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):

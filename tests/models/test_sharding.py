@@ -110,7 +110,7 @@ def test_the_shape_of_a_part() -> None:
     assert Shard(1, (range(2, 4), range(7, 8))).shape((5, 9, 4)) == (5, 3, 4)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_too_few_heads_channels_or_layers_are_refused() -> None:
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         shard_heads(4, 2, 5, 0)
     with pytest.raises(UserError, match="tp=3 is more than the 2 channels of a layer of this model: give at most 2"):

@@ -105,7 +105,7 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
     assert sorted(rank_shapes) == sorted((name, shape) for name, shape in all_shapes if "experts" in name)
 
 
-def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:
+def test_models_with_too_few_experts_are_refused(tmp_path: Path) -> None:
     write_llama(tmp_path / "dense")
     (tmp_path / "mixture").mkdir()
     write_family(tmp_path / "mixture", "mixtral")

@@ -97,7 +97,7 @@ def test_fp8_rounds_to_its_own_steps_and_not_to_whole_numbers() -> None:
 
 
 @each(("kind", "codes"), [(CodeKind.INT, [127, -128, 0]), (CodeKind.FP8, [448.0, -448.0, 0.0])])
-def test_what_is_outside_a_static_range_saturates(kind: CodeKind, codes: list[float]) -> None:
+def test_numbers_outside_a_static_range_saturate(kind: CodeKind, codes: list[float]) -> None:
     assert quantize_static(torch.tensor([1e30, -1e30, 0.0]), torch.tensor(0.5), kind).float().tolist() == codes
 
 

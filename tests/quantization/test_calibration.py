@@ -142,7 +142,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     assert (after - expected).norm() < 1e-4 * expected.norm()  # float32, a handful of roundings in one layer
 
 
-def test_what_is_folded_in_is_counted_in() -> None:
+def test_statistics_include_folded_scales() -> None:
     engine, calibrator, _ = calibrator_of("llama3")
     linears, prefix = linears_of(engine)
     weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in linears}

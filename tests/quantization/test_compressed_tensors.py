@@ -209,6 +209,6 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     ("value", "message"),
     [("awq", "quantization_config='awq' is not of type dict"), ({"bits": 4}, "quant_method is missing")],
 )
-def test_what_is_not_a_quantization_config(value: Any, message: str) -> None:
+def test_an_invalid_quantization_config_is_refused(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_quantization(ConfigReader({"quantization_config": value}, "config.json"), [])

@@ -39,7 +39,7 @@ def test_hostile_expressions_are_refused_before_they_match(text: str) -> None:
 
 
 @each("text", ["(", "[z-a]", "(" * 900, "a{99999999999999999999}"])
-def test_what_is_not_an_expression_is_named(text: str) -> None:
+def test_an_invalid_regular_expression_is_named(text: str) -> None:
     with pytest.raises(UserError, match=r"quantization_config: '.*' is not a regular expression: "):
         compile_pattern(text)
 

@@ -218,7 +218,7 @@ def test_schemes_that_awq_cannot_store(scheme: LinearScheme, message: str) -> No
         awq.write_config({NAME: scheme}, [])
 
 
-def test_what_the_writers_refuse() -> None:
+def test_writers_refuse_schemes_that_their_format_lacks() -> None:
     int4, int8 = LinearScheme(WeightFormat(4)), LinearScheme(WeightFormat(4, group_size=32))
     with pytest.raises(UserError, match="AWQ holds one scheme for all layers, not several"):
         awq.write_config({NAME: int4, "b": int8}, [])

@@ -29,7 +29,7 @@ def test_it_computes_the_same_with_larger_activations(twins: tuple[Path, Path]) 
     assert all(set(factors) <= {1, 32, 64} and len(factors) > 1 for factors in grown.values())
 
 
-def test_what_is_not_a_llama_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_llama_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no tensors named as Llama's norms are"):
         write_outlier_twin(Path(__file__).parents[1] / "goldens" / "bloom", tmp_path / "twin")
 

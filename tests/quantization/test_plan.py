@@ -152,7 +152,7 @@ def test_groups_that_divide_each_layer(caplog: pytest.LogCaptureFixture) -> None
         ),
     ],
 )
-def test_what_cannot_be(config: Any, message: str) -> None:
+def test_impossible_plans_are_refused(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         quantize_while_loading(model_of("llama3"), config())
 

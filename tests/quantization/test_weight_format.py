@@ -143,7 +143,7 @@ def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
 
 
 @each("format", FORMATS)
-def test_what_is_on_the_grid_comes_back(format: WeightFormat) -> None:
+def test_numbers_on_the_grid_are_encoded_exactly(format: WeightFormat) -> None:
     once = quantize(random(7, 40), format)
     again = encode(once.dequantize(), once.scales, once.zero_points, format)
     assert torch.equal(again.float(), once.codes.float())

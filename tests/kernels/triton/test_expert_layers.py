@@ -110,7 +110,7 @@ def test_activations_auto_count_the_rows_of_all_experts() -> None:
 
 @pytest.mark.long
 @torch.inference_mode()
-def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_that_no_kernel_stacks_run_one_by_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     static = make_experts(LinearScheme(WEIGHTS["int8"], Activations.static))
     static[1].up_proj.method.input_scale += 0.01
     mixed, other = (make_experts(LinearScheme(WEIGHTS[weights])) for weights in ("int4", "int8"))

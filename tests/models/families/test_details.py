@@ -62,7 +62,7 @@ def test_settings_of_gemma3s_first_files(tmp_path: Path) -> None:
     assert_equals_transformers(tmp_path, reference, random_prompts(96))
 
 
-def test_what_gemma3s_files_leave_out() -> None:
+def test_gemma3_has_defaults_for_keys_that_its_files_leave_out() -> None:
     """google/gemma-3-4b-it names only the sizes of its layers; its context is the context after scaling."""
     config_json = {
         "hidden_size": 2560,

@@ -151,7 +151,7 @@ def test_the_context(tmp_path: Path) -> None:
         assert reader.unread() == []
 
 
-def test_what_is_left_out_is_as_in_its_code() -> None:
+def test_missing_keys_have_the_defaults_of_its_code() -> None:
     defaults: dict[str, Any] = {
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-6,

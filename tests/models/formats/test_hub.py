@@ -228,9 +228,7 @@ def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytes
 
 @pytest.mark.usefixtures("direct")
 @each("proxy", [None, "http://proxy.invalid:1"])
-def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
-    proxy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_leaves_only_the_cache(proxy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(path: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert local_files_only == (proxy is None)  # only the client can tell what a proxy reaches
         return "/found"

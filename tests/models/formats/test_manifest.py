@@ -84,7 +84,9 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
 
 
 @each("damage, message", BAD)
-def test_what_differs_is_named(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_a_difference_from_the_manifest_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     folder = written(tmp_path)
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:

@@ -77,7 +77,7 @@ def test_settings_next_to_image_settings(tmp_path: Path) -> None:
     assert_equal(tmp_path, reference)
 
 
-def test_what_is_left_out_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_are_not_loaded_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = write_random(tmp_path, reference_of("mistral3"))
     rename(tmp_path, SPELLINGS["new"])
     others = sum(not name.startswith("model.language_model.") for name in load_file(tmp_path / "model.safetensors")) - 1

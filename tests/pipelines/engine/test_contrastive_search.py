@@ -89,7 +89,7 @@ def test_can_be_streamed(chatty: Path) -> None:
     assert "".join(pieces) == output.completions[0].text
 
 
-def test_what_contradicts_it_is_refused(engine: Engine) -> None:
+def test_settings_that_contradict_contrastive_search_are_refused(engine: Engine) -> None:
     for wrong, message in [
         ({"top_k": 1}, "decode.top_k=1 is not allowed: give 2 to 256, the number of candidates"),
         (

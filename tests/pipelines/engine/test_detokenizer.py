@@ -150,7 +150,7 @@ def test_stop_strings_across_token_boundaries(
     assert ("".join(got), stop_string) == (expected, met)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(by_letter, [ord(">")], ("STOP",))
     assert [detokenizer.add(ord(letter), may_stop=True)[0] for letter in "aSTxSTO"] == ["a", "", "", "STx", "", "", ""]
     assert detokenizer.flush() == "STO"

@@ -123,7 +123,7 @@ def steep(size: int) -> float:
 
 @each("num_rows", [1, 4, 16])
 @each("cost", [flat, steep])
-def test_what_does_not_pay_is_not_drafted(num_rows: int, cost: Callable[[int], float]) -> None:
+def test_drafts_that_do_not_pay_are_rare(num_rows: int, cost: Callable[[int], float]) -> None:
     speed, drafting = simulate(rows_of(num_rows), 0.0, cost)
     assert speed > 0.97
     assert drafting < 400 / PROBE_EVERY + 40
@@ -133,7 +133,7 @@ def test_steep_costs_keep_sixteen_rows_from_drafting_what_is_half_right() -> Non
     assert simulate(rows_of(16), 0.5, steep)[0] > 0.97
 
 
-def test_what_pays_is_drafted() -> None:
+def test_drafts_that_pay_reach_the_expected_speed() -> None:
     most = sum(0.8**i for i in range(8))  # tokens of a step with seven drafts
     speed, _ = simulate(rows_of(1), 0.8, flat)
     assert 0.85 * most * flat(1) / flat(8) < speed <= 1.05 * most * flat(1) / flat(8)

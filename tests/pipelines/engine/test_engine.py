@@ -471,7 +471,7 @@ def test_lengths_count_as_they_say(
         (1, {"stop": ["x"]}, "needs a tokenizer"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(
+def test_requests_that_do_not_fit_are_refused_with_the_numbers(
     engine: Engine, num_prompt: int, decode: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -156,7 +156,7 @@ def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any],
             assert (outputs[i].error, outputs[i].completions) == (None, expected[i].completions)
 
 
-def what_torch_raises_where_memory_ends() -> RuntimeError:
+def torch_out_of_memory_error() -> RuntimeError:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)  # more than 64-bit processors address
     assert type(raised.value) is RuntimeError
@@ -169,12 +169,12 @@ OF_ALL = [
     torch.OutOfMemoryError(),
     KeyboardInterrupt(),
     SystemExit(143),
-    what_torch_raises_where_memory_ends(),
+    torch_out_of_memory_error(),
 ]
 
 
 @each("raised", OF_ALL)
-def test_what_belongs_to_all_ends_all(engine: Engine, raised: BaseException) -> None:
+def test_an_error_of_the_whole_engine_ends_all_requests(engine: Engine, raised: BaseException) -> None:
     def failing(*_: Any) -> Any:
         raise raised
 
@@ -219,7 +219,7 @@ def test_exceptions_of_a_sink_are_raised(engine: Engine) -> None:
     assert run(engine, {})
 
 
-def test_what_comes_before_a_damaged_token_is_sound(chatty: Path) -> None:
+def test_blocks_before_a_damaged_token_are_shared(chatty: Path) -> None:
     """Other prompts find its blocks."""
     engine = engine_of(chatty, tokenizer="", block_size=4)
     beginning = [0, 70, 71, 72, 73, 74, 75, 76]

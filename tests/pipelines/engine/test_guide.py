@@ -257,7 +257,7 @@ def test_long_repetitions_cost_no_more_than_short_ones(chatty: Path) -> None:
         assert set(output.completions[0].text or "") == {"a"}
 
 
-def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_beyond_the_limits_of_a_step_fails_alone(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance's limits of a step; the other rows continue."""
     from llguidance import LLParserLimits
 

@@ -136,7 +136,7 @@ def test_families_of_the_same_form_draft_as_it_does(
 
 
 @pytest.mark.parametrize("device", tiers([*DEVICES][:3], quick=["chunks"], long=[*DEVICES][:3]))
-def test_what_waited_for_a_draft_is_computed_before_it(
+def test_waiting_hidden_states_are_computed_before_the_draft(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some rows draft in every eleventh step, others in between, after steps with rejected drafts or without drafts."""

@@ -115,7 +115,7 @@ def test_large_steps_are_computed_each_time(doubles: Steps, computed: list[tuple
 
 
 @torch.inference_mode()
-def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     capture = recorded_steps.capture
     monkeypatch.setattr(recorded_steps, "capture", lambda compute: tried.append(1) or capture(compute))

@@ -52,7 +52,7 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_could_never_run_is_refused(
+def test_requests_that_could_never_run_are_refused(
     changed: dict[str, Any], prompt: list[int], decode: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

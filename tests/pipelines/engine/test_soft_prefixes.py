@@ -251,7 +251,7 @@ def test_a_prefix_leaves_room_for_a_prompt(base: tuple[Path, Any], tmp_path: Pat
         engine_with(base[0], {"p": tmp_path / "more.npy"})
 
 
-def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> None:
+def test_prefixes_and_prompts_without_room_are_refused(base: tuple[Path, Any], tmp_path: Path) -> None:
     write_paddle(tmp_path / "p.npy", 40)
     per_token = engine_with(base[0], {}).executor.kv_bytes_per_token
     prefixes = {"p": tmp_path / "p.npy"}
@@ -290,7 +290,7 @@ def test_unknown_names_and_paths_are_refused(base: tuple[Path, Any], tmp_path: P
         engine_with(base[0], {}).request(0, PROMPT, GREEDY, prefix="x")
 
 
-def test_what_static_scales_do_not_reach_is_said(
+def test_prefix_values_beyond_static_scales_are_warned_of(
     base: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_static(base[0], "int8, static", tmp_path)

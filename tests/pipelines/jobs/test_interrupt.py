@@ -43,7 +43,7 @@ def test_a_signal_between_items_is_noticed_at_the_next() -> None:
     assert list(Interruption().checked([1, 2])) == [1, 2]
 
 
-def test_what_handled_the_signals_before_handles_them_again() -> None:
+def test_previous_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with interruption():
         assert [signal.getsignal(number) for number in SIGNALS] != before

@@ -55,7 +55,7 @@ def test_settings_that_are_not_taken_are_named(
     assert caplog.text.rstrip().endswith(unread)
 
 
-def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_are_off_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         decode_defaults({"typical_p": 1.0, "remove_invalid_values": False, "transformers_version": "4.31.0"}, 128)
         decode_defaults({"output_scores": True, "forced_bos_token_id": None, "bos_token_id": 0}, 128)
@@ -127,7 +127,7 @@ def test_every_option_goes_with_a_checkpoint_that_suggests_beams(option: str) ->
     assert resolved.num_return_sequences == (2 if option == "beam" else None)
 
 
-def test_what_is_switched_off_is_not_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+def test_suggested_settings_may_be_switched_off(tmp_path: Path) -> None:
     write_llama(tmp_path)
     suggested = {
         "do_sample": True,

@@ -232,7 +232,7 @@ def test_a_set_larger_than_the_pool_is_refused(folder: Path, tmp_path: Path) -> 
         with_kept(run, tmp_path / "kept", kv_cache_memory=str(2 * 16 * per_token))
 
 
-def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_kept_are_refused(folder: Path, tmp_path: Path) -> None:
     run, kept = run_of(folder), tmp_path / "kept"
     with pytest.raises(UserError, match="no prompt .* fills a block .*, device.block_size=16: give longer"):
         keep(run, kept, {"prompt_token_ids": BEGINNING[:15]})

@@ -59,7 +59,7 @@ def test_a_step() -> None:
     assert step_bytes(widest, 128256, torch.bfloat16, 10, 2) == 10 * widest * 2 + 2 * 128256 * (2 + 4)
 
 
-def test_what_does_not_fit_is_said_in_one_line() -> None:
+def test_too_little_memory_is_one_line() -> None:
     check_memory(15 * GB, 1 * GB, 16 * GB, 0.9)
     message = (
         r"the GPU has 16.00 GB free within device.memory_fraction=0.9, but the weights need 15.00 GB and a step 1.50 GB: "

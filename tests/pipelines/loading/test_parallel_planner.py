@@ -415,7 +415,7 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
         (Sum.reduce, ExpertPlacement.whole, 4 * 6144 + 2 * 6144, 2),
     ],
 )
-def test_what_four_ranks_exchange_of_mixtral(
+def test_four_ranks_of_mixtral_exchange_the_expected_numbers(
     sum: Sum, experts: ExpertPlacement, of_layer: int, num_gathers: int, tmp_path: Path
 ) -> None:
     """For the two experts of a token: the inputs of the last product, its outputs, or both."""

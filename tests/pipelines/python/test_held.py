@@ -94,7 +94,7 @@ def test_a_tokenizer_in_memory_is_its_folder(chatty: Path, tmp_path: Path) -> No
     assert pipeline("text_generation", model=model, device="cpu").tokenizer is not None
 
 
-def test_what_cannot_be_held_is_one_line(chatty: Path) -> None:
+def test_objects_that_cannot_be_used_are_refused_in_one_line(chatty: Path) -> None:
     model = made("llama")
     offloaded = LlamaForCausalLM(model.config).to("meta")
     for options, message in (

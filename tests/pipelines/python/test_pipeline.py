@@ -232,7 +232,7 @@ def test_log_probabilities_are_in_the_result(pipe: TextGenerationPipeline) -> No
     assert [len(steps) for steps in samples["logprobs"]] == [len(ids) for ids in samples["token_ids"]]
 
 
-def test_what_was_sampled_has_the_seed_that_repeats_it(pipe: TextGenerationPipeline) -> None:
+def test_a_sampled_result_has_the_seed_that_repeats_it(pipe: TextGenerationPipeline) -> None:
     rows = ["Once", {"prompt": "Once", "decode": {"seed": 5}}, {"prompt": "Once", "decode": {"temperature": 0}}, "Once"]
     short = {"max_new_tokens": 9, "do_sample": True}
     results = pipe(rows, **short)

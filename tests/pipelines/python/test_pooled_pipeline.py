@@ -122,7 +122,7 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
         ([{"prompt": "a", "decode": {"logprobs": 2}}], {}, "row 0: decode.logprobs=2 is not used where nothing is generated"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_run_is_refused(
+def test_rows_and_arguments_that_cannot_be_run_are_refused(
     pipe: EmbeddingPipeline, rows: Any, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -105,7 +105,7 @@ def test_the_first_host_of_a_list_of_nodes(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_what_ranks_exchange_numbers_by() -> None:
+def test_the_backend_depends_on_devices_machines_and_tp() -> None:
     near, far = joined(TORCHRUN), joined(TWO_NODES)
 
     def used(backend: Backend, place: Joined | None, tp: int = 1, num_gpus: int = 0) -> Backend:

@@ -103,7 +103,7 @@ def test_no_request_waits_while_another_engine_has_room() -> None:
         clients[1].num_restarts += 1  # so that it knows nothing of it
 
 
-def test_what_may_not_be_shared_is_not_alike() -> None:
+def test_requests_that_may_not_share_blocks_have_different_chunks() -> None:
     tokens = prompt(1)
     cases = [
         Submit(0, tokens, {}),

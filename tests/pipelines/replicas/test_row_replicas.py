@@ -255,7 +255,7 @@ def test_replicas_that_would_give_different_rows_are_refused() -> None:
     assert all_end()
 
 
-def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> None:
+def test_errors_of_the_model_or_the_machine_are_one_line(tmp_path: Path) -> None:
     run = run_of()
     wrong = [
         (replace(run, model=replace(run.model, path=str(tmp_path / "none"))), "none"),

@@ -93,7 +93,7 @@ def test_records_match_one_process(chatty: Path) -> None:
     assert sorted(map(dumps, results)) == sorted(map(dumps, wanted))
 
 
-def test_what_is_asked_continues_where_it_was(chatty: Path) -> None:
+def test_rows_continue_in_the_next_call(chatty: Path) -> None:
     """A call without new rows computes the present rows, and returns when one is done."""
     worker, _ = loaded(run_of(chatty))
     first, _, _, _, last = rows()
@@ -121,7 +121,7 @@ def test_a_replica_starts_its_ranks_where_a_launcher_has_started_ray(
     gc.collect()
 
 
-def test_what_the_user_can_mend_is_told(chatty: Path, tmp_path: Path) -> None:
+def test_errors_of_the_user_are_answers(chatty: Path, tmp_path: Path) -> None:
     run = run_of(chatty)
     wrong = [
         (replace(run, model=replace(run.model, path=str(tmp_path / "none"))), "none"),

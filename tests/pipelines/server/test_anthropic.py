@@ -133,7 +133,7 @@ def test_a_stream_that_fails_ends_with_its_own_error(path: str) -> None:
         assert (last.name, last.data["error"]["message"]) == (None, message)
 
 
-def test_what_clients_say_of_themselves_is_written_down_and_strangers_are_not(tmp_path: Path) -> None:
+def test_the_log_has_the_metadata_of_authenticated_clients_only(tmp_path: Path) -> None:
     chat = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "p"}
 
     async def test() -> None:

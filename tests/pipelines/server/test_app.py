@@ -90,7 +90,7 @@ def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("/v1/embeddings", {"input": "TEXT"}, "input"),
     ],
 )
-def test_what_no_context_holds_is_not_encoded(
+def test_a_text_longer_than_any_context_is_not_encoded(
     path: str, body: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, encoded = READY.context_length * (tokenizer().max_token_bytes or 0), encoded_texts(monkeypatch)
@@ -123,7 +123,9 @@ def test_what_no_context_holds_is_not_encoded(
         ("/tokenize", {"prompt": "hello"}),
     ],
 )
-def test_what_finds_no_place_is_not_encoded(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_a_full_server_is_not_encoded(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded = encoded_texts(monkeypatch)
     busy = service_of(FakeEngine(embeds="embed" in path), max_waiting_tokens=5)
     busy.admission.wait(5)

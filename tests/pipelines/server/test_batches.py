@@ -437,7 +437,7 @@ def test_a_disk_that_fails_for_a_while(
     )
 
 
-def test_what_the_engine_refuses_is_the_lines_error(tmp_path: Path) -> None:
+def test_a_refusal_of_the_engine_is_the_error_of_the_line(tmp_path: Path) -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.refusal = EngineRefused("this request was running when the engine crashed")

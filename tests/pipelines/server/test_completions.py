@@ -259,7 +259,7 @@ def test_prompt_log_probabilities_have_vllms_shape(ask: Asker, engine: Engine, t
         ({"prompt": [5] * 100_000}, "prompt", "shorten it"),
     ],
 )
-def test_what_the_engine_refuses_is_said_by_the_apis_names(
+def test_refusals_of_the_engine_use_the_names_of_the_api(
     ask: Asker, fields: dict[str, Any], param: str | None, message: str
 ) -> None:
     with pytest.raises(ApiError) as caught:

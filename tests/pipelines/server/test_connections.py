@@ -135,7 +135,7 @@ def test_targets_and_bodies_that_proxies_send() -> None:
     run_async(test())
 
 
-def test_what_is_not_http_is_an_error_of_openais_shape() -> None:
+def test_invalid_http_is_an_error_of_openais_shape() -> None:
     async def test() -> None:
         async with listening(max_connections=2) as port:
             status, error = await refused(await connected(port), b"\x16\x03\x01 hello\r\n\r\n")

@@ -73,7 +73,7 @@ def test_other_hosts_are_refused(host: str) -> None:
     assert "serve.allowed_hosts" in error_of(answer)["message"]
 
 
-def test_what_old_and_sparing_clients_leave_out() -> None:
+def test_host_and_content_type_may_be_missing_where_http_allows_it() -> None:
     """HTTP/1.0 has no Host; a POST without a body needs no content type (openai-node's batches.cancel); HEAD is GET
     without a body."""
     HostRule([]).check({"http_version": "1.0"}, None)
@@ -181,7 +181,7 @@ def test_a_route_that_there_is_not_waits_for_no_body() -> None:
 
 
 @each(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/echo", 405)])
-def test_what_there_is_not(method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_are_named(method: str, path: str, status: int) -> None:
     answer = ask(method, path)
     assert answer.status_code == status
     assert path in error_of(answer)["message"]

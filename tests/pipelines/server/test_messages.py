@@ -174,7 +174,7 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused_has_the_shape_of_its_errors(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refusals_have_the_shape_of_anthropics_errors(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(anthropic.BadRequestError, match=message) as raised:
         ask(client_of(lambda body: written(chat_of(tmp_path, "chatml")[0], body, "Fine")), False, **fields)
     assert raised.value.body["type"] == "error"  # type: ignore[index,call-overload]

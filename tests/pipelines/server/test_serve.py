@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
 
 
-def test_what_is_not_a_server_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_cannot_be_served_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUINTET_API_KEYS", raising=False)
     for argument, message in {
         "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to other machines and there are no API keys",

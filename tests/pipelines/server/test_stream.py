@@ -300,7 +300,7 @@ def test_a_model_that_there_is_not() -> None:
     run_async(test())
 
 
-def test_what_the_engine_refuses_leaves_nothing() -> None:
+def test_a_refusal_of_the_engine_leaves_no_waiting_tokens() -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.refusal = EngineRefused("no")

@@ -239,7 +239,7 @@ def test_a_file_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: P
         bench.run_bench(job(tmp_path, data="nowhere.jsonl"), tmp_path / "out", dump)
 
 
-def test_what_the_context_does_not_take_is_refused_with_nothing_written(tmp_path: Path) -> None:
+def test_a_bench_beyond_the_context_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     with pytest.raises(UserError, match="decode.max_new_tokens=64, together more than max_position_embeddings=128"):
         bench.run_bench(job(tmp_path / "model", prompt_tokens=100, new_tokens=64), tmp_path / "out", dump)

@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_a_servers_answer(server: ChatServer, capsys: pytest.Captu
     assert speaker.heard[1][1] == {"role": "assistant", "content": printed}
 
 
-def test_what_does_not_fit_is_one_line_and_the_conversation_continues(
+def test_a_message_that_does_not_fit_is_one_line_and_the_conversation_continues(
     local: LocalModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = Conversation(local, system=None)
@@ -173,7 +173,7 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_conversation_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_options_that_cannot_be_a_conversation_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     assert re.search(message, refusal(tmp_path / "run", "task=chat", *arguments))
 
 
@@ -223,7 +223,7 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(
         (200, '{"choices": [{"message": {"content": "plain JSON"}}]}', "does not answer as OpenAI's API does"),
     ],
 )
-def test_what_a_server_says_is_wrong_is_one_line(server: ChatServer, status: int, line: str, message: str) -> None:
+def test_an_error_of_the_server_is_one_line(server: ChatServer, status: int, line: str, message: str) -> None:
     server.status, server.lines = status, [line]
     server.content_type = "application/json" if "plain JSON" in line else server.content_type
     with pytest.raises(UserError, match=message):

@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @each("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @each(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
-def test_what_fails_leaves_the_old_model_or_none(
+def test_a_failed_conversion_leaves_the_old_model_or_none(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str, moment: int
 ) -> None:
     convert(source, tmp_path / "made")

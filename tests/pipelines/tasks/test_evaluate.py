@@ -243,7 +243,7 @@ def test_golden_nll_of_a_real_model() -> None:
         ("Seven", "seven", False),
     ],
 )
-def test_what_counts_as_right(continuation: str, answer: str, right: bool) -> None:
+def test_an_answer_is_right_if_it_begins_the_continuation(continuation: str, answer: str, right: bool) -> None:
     assert is_right(continuation, answer) is right
 
 
@@ -295,7 +295,7 @@ BAD_RUNS: list[tuple[dict[str, Any], str]] = [
 
 
 @each(("evaluate", "message"), BAD_RUNS)
-def test_what_cannot_be_measured_is_one_error_and_nothing_written(
+def test_data_that_cannot_be_measured_is_one_error_and_writes_nothing(
     chatty: Path, tmp_path: Path, evaluate: dict[str, Any], message: str
 ) -> None:
     if isinstance(content := evaluate.get("data"), bytes):

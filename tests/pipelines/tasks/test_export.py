@@ -367,7 +367,7 @@ def test_ranks_and_a_gpu_do_not_run_it(export_folder: Path) -> None:
         plan_model(run.model, run.quant, source, torch.device("cuda"), packed=True)
 
 
-def test_what_is_not_exported(tmp_path: Path, export_folder: Path) -> None:
+def test_exported_models_and_packed_files_are_not_exported(tmp_path: Path, export_folder: Path) -> None:
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
         exported(run_config(export_folder), tmp_path / "again")
     run = run_config(export_folder)

@@ -109,7 +109,7 @@ class Trap:
         return os.mkdir, (str(self.folder),)
 
 
-def test_what_is_pickled_in_an_archive_is_not_read(copy: Path, tmp_path: Path) -> None:
+def test_pickles_in_an_archive_are_not_read(copy: Path, tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(tmp_path / "unpickled"))
     with zipfile.ZipFile(copy / GRAPH) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}

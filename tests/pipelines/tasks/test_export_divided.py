@@ -158,7 +158,7 @@ def test_activations_are_quantised_where_a_run_asks_for_it(exports: Exports, tmp
 
 
 @pytest.mark.long
-def test_what_the_folder_holds(folder: Path) -> None:
+def test_the_folder_has_one_part_per_rank(folder: Path) -> None:
     content = json.loads((folder / EXPORT).read_text())
     assert content == describe_layout(folder, 2, 2)
     assert [*content["sha256"]] == [f"rank_{rank}/{EXPORT}" for rank in range(4)]
@@ -183,7 +183,9 @@ def test_another_division(parallel_layout: ParallelConfig, line: str, folder: Pa
 
 
 @pytest.mark.long
-def test_what_does_not_take_it(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_tasks_and_sizes_that_do_not_fit_a_sharded_export_are_refused(
+    folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
         exported(run_config(folder), tmp_path / "again")
     run = RunConfig(

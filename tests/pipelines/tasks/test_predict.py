@@ -163,7 +163,7 @@ def test_if_nothing_works_the_rows_say_why_and_the_job_fails(chatty: Path, tmp_p
     assert rows(tmp_path / "out")[0]["id"] == "\ud800"
 
 
-def test_what_no_prompt_could_be_run_with_fails_before_anything_is_written(chatty: Path, tmp_path: Path) -> None:
+def test_settings_that_fit_no_prompt_fail_before_anything_is_written(chatty: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="decode.max_length=1000 is more than the model takes"):
         run_predict(job(chatty, "hello", max_new_tokens=None, max_length=1000), tmp_path / "out", dump)
     assert not (tmp_path / "out").exists()
@@ -295,7 +295,7 @@ def test_a_chat_template_without_end_is_the_error_of_its_rows(
 
 
 @each("raised", [MemoryError(), OSError("disk"), KeyboardInterrupt()])
-def test_what_belongs_to_the_whole_job_ends_it(
+def test_an_error_of_the_whole_job_ends_it(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
     def failing(self: PromptEncoder, row: PromptRow) -> EncodedPrompt:

@@ -189,7 +189,7 @@ def change_tokenizer(model: Path) -> None:
         (lambda run, model: change_tokenizer(model) or run, ["model/tokenizer_config.json"]),
         (lambda run, _: Path(run.predict.data).write_text("{}\n") and run, ["input"]),
     ])  # fmt: skip
-def test_what_changed_is_refused_by_name(
+def test_changes_are_refused_by_name(
     chatty: Path, tmp_path: Path, data: Path, change: Callable[[RunConfig, Path], RunConfig], named: list[str]
 ) -> None:
     model = tmp_path / "model"

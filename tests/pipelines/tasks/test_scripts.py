@@ -90,7 +90,7 @@ def test_the_scripts_of_mindformers(capsys: pytest.CaptureFixture[str], caplog: 
     assert capsys.readouterr().out == "".join(f"{result['text_generation_text'][0]}\n" for result in said)
 
 
-def test_what_a_script_of_mindformers_says(ckpt_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_build_context_maps_to_overrides(ckpt_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = {"device_target": "CPU", "mode": 1, "max_device_memory": "58GB"}
     sizes = {"model_parallel": 2, "pipeline_stage": 3, "data_parallel": 1, "micro_batch_num": 1}
     build_context({"context": context, "use_parallel": True, "parallel": {"device_num": 6}, "parallel_config": sizes})
@@ -141,7 +141,7 @@ def test_contexts_that_are_not_there(config: Any, message: str) -> None:
         build_context(config)
 
 
-def test_what_is_not_there_is_one_line(ckpt_folder: Path) -> None:
+def test_unsupported_arguments_of_mindformers_are_one_line(ckpt_folder: Path) -> None:
     (ckpt_folder / "other.ckpt").touch()
     model, tokenizer = AutoModel.from_pretrained, AutoTokenizer.from_pretrained
     for call, message in (

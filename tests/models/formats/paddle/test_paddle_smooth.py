@@ -117,7 +117,7 @@ def test_scales_take_the_factors_and_codes_stay(tmp_path: Path) -> None:
         assert after[name].flatten().equal((before[name].flatten().double() * by).float())
 
 
-def test_what_has_no_scale(tmp_path: Path) -> None:
+def test_invalid_smoothing_factors_are_refused(tmp_path: Path) -> None:
     arrays = quantise(tmp_path / "source", 127.0, "a8w8")
     factors = factors_of(arrays)
     output_layer, mlp = "llama.layers.0.self_attn.o_proj", "llama.layers.0.mlp.down_proj"

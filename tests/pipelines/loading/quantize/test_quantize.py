@@ -274,7 +274,7 @@ def test_a_made_model_is_found_again(
     assert not all_logits(first, PROMPT).equal(all_logits(cached, PROMPT))
 
 
-def test_what_decides_the_codes_decides_the_folder(data: Path, tmp_path: Path, made_folder: Path) -> None:
+def test_settings_that_determine_the_codes_determine_the_folder(data: Path, tmp_path: Path, made_folder: Path) -> None:
     def names(*runs: RunConfig) -> set[str]:
         for run in runs:
             load_engine(run, 3)

@@ -112,7 +112,7 @@ def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data:
     assert (folder / MANIFEST).is_file()
 
 
-def test_what_is_made_is_said_at_once(
+def test_the_calibrated_model_is_announced_before_it_is_made(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))

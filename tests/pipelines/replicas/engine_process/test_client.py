@@ -200,7 +200,7 @@ class SocketChild(LocalChild):
         self._writer.close()
 
 
-def test_what_has_arrived_while_the_server_was_held_up_is_not_silence() -> None:
+def test_frames_that_arrived_while_the_server_was_blocked_are_not_silence() -> None:
     async def test() -> None:
         stall_s = 0.2
         client = EngineClient(RunConfig(Task.serve, serve=ServeConfig(stall_s=stall_s)), SocketChild.start)
@@ -257,7 +257,7 @@ def test_two_sendings_are_the_same_whatever_seed_was_drawn() -> None:
 
 @pytest.mark.long
 @each("value", [10**30, -(10**30), "\ud800"])
-def test_what_no_frame_can_hold_is_refused_and_leaves_nothing(engine: Engine, value: object) -> None:
+def test_a_value_that_no_frame_can_encode_is_refused_and_leaves_nothing(engine: Engine, value: object) -> None:
     async def test() -> None:
         async with serving() as client:
             answer = Asked(client, Submit(0, prompt_of(engine), {"guide": {"json_schema": {"const": value}}}))

@@ -55,7 +55,7 @@ def test_a_run_arrives_as_it_was(tmp_path: Path) -> None:
     assert start.run == run
 
 
-def test_what_the_engine_says_arrives_as_it_was() -> None:
+def test_a_frame_of_the_engine_arrives_unchanged() -> None:
     said = Deltas(
         [Delta(1, 0, "é", [3], [Logprob(3, -0.5, 1, [(3, -0.5), (4, -1.5)])], "stop", 3), Delta(2, 1, "", [], [])]
     )

@@ -28,7 +28,7 @@ class Clock:
 
 
 @given(EVENTS)
-def test_what_is_taken_is_what_was_put_in_its_order(events: list[tuple[str, object]]) -> None:
+def test_deltas_are_taken_complete_and_in_order(events: list[tuple[str, object]]) -> None:
     clock, numbers, ended = Clock(), count(), set()
     gate, taken = Gate(clock), list[Delta]()
     put: dict[tuple[int, int], list[int]] = {key: [] for key in KEYS}

@@ -122,7 +122,7 @@ def test_a_seed_that_was_drawn_is_told_and_gives_the_same_again(served: Served, 
     assert again.samples(3)[0].token_ids == first.samples(2)[0].token_ids
 
 
-def test_what_waits_is_cancelled_and_what_runs_too(served: Served, engine: Engine) -> None:
+def test_waiting_and_running_requests_are_cancelled(served: Served, engine: Engine) -> None:
     submits = [Submit(id, prompt_of(engine), {"max_new_tokens": 40}, streams=id % 2 == 0) for id in range(7)]
     script = serve(served, submits, [], [], [Cancel(0), Cancel(1), Cancel(6), Cancel(77)], [Cancel(0)], [])
     assert [frame.id for frame in script.of(Done)] == [2, 3, 4, 5]
@@ -163,7 +163,7 @@ def test_where_all_left_a_beat_says_so(served: Served, engine: Engine) -> None:
         (SubmitPooled(1, [1]), "continues texts and gives no vectors"),
     ],
 )
-def test_what_cannot_run_is_refused(served: Served, engine: Engine, submit: Submit, message: str) -> None:
+def test_a_request_that_cannot_run_is_refused(served: Served, engine: Engine, submit: Submit, message: str) -> None:
     script = serve(served, [submit, Submit(2, prompt_of(engine), {"max_new_tokens": 3})])
     (refused,) = script.of(Refused)
     assert refused.id == 1
@@ -348,7 +348,7 @@ def test_settings_that_take_long_stall_no_stream(
     assert [frame.id for frame in script.of(Accepted)] == [1, 2]
 
 
-def test_what_is_prepared_alone_is_waited_for_and_may_be_left(served: Served, engine: Engine) -> None:
+def test_an_idle_engine_waits_for_a_request_in_preparation(served: Served, engine: Engine) -> None:
     """If nothing else runs, the engine waits for it. A cancelled request gets no answer."""
     guided = [Submit(id, prompt_of(engine), {"guide": {"choice": [f"a{id}", "b"]}}) for id in (1, 2, 3)]
     script = serve(served, guided, [Cancel(3)])

@@ -116,7 +116,7 @@ DONE = {"num_prompt_tokens": 1, "num_cached_tokens": 0, "num_generated_tokens": 
         (False, lambda id: [Began([id]), Accepted(id, 3), Began([id]), Done(id, **DONE, total_s=0.1)]),
     ],
 )
-def test_what_only_waited_is_not_a_suspect(is_suspect: bool, says: Callable[[int], list[FromEngine]]) -> None:
+def test_a_request_that_only_waited_is_not_a_suspect(is_suspect: bool, says: Callable[[int], list[FromEngine]]) -> None:
     async def ask(client: EngineClient) -> Answer:
         await client.wait_ready()
         return client.submit(POISON, asyncio.Event())

@@ -310,7 +310,9 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(style: str, fields: dict[str, Any], param: str, message: str, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused_by_parameter(
+    style: str, fields: dict[str, Any], param: str, message: str, tmp_path: Path
+) -> None:
     chat, _ = chat_of(tmp_path, style)
     error = refused(chat, **fields)
     assert error.param == param

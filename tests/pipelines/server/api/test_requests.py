@@ -202,13 +202,13 @@ def test_the_alternative_that_the_sender_meant_is_blamed() -> None:
 
 
 @each("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
-def test_what_is_not_json_is_refused(content: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not JSON"):
         parse_request(ChatRequest, content)
 
 
 @each("content", [b"[]", b"1", b"null"])
-def test_what_is_not_an_object_is_refused(content: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not allowed: give an object"):
         parse_request(ChatRequest, content)
 
@@ -234,7 +234,7 @@ def test_what_is_not_an_object_is_refused(content: bytes) -> None:
         (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
     ],
 )
-def test_what_is_wrong_thousands_of_times_is_a_few_errors(kind: type[Shape], fields: dict[str, Any]) -> None:
+def test_thousands_of_faults_are_a_few_errors(kind: type[Shape], fields: dict[str, Any]) -> None:
     """Each of pydantic's errors takes some 10 us and delays all other clients."""
     with pytest.raises(ApiError) as caught:
         read(kind, **fields)

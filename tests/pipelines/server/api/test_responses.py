@@ -156,7 +156,7 @@ def test_fields_become_the_chats() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     ],
 )
-def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str, message: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ApiError) as caught:
         request(**fields).chat()
     assert (caught.value.status, caught.value.param) == (400, param)
