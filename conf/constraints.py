@@ -273,9 +273,9 @@ def _check_choice(
     value: Any, key: str, table: Mapping[Any, tuple[Any, ...]], _by: _Option, actual: Any, other: str
 ) -> None:
     if value is not None and actual is not None and value not in table[actual]:
-        others = [typed(choice) for choice, allowed in table.items() if value in allowed]
+        allowed_choices = [typed(choice) for choice, allowed in table.items() if value in allowed]
         problem = f"{key}={typed(value)} is not allowed with {other}={typed(actual)}"
-        remedy = f"give {_or(map(typed, table[actual]))}, or {other}={_or(others)}"
+        remedy = f"give {_or(map(typed, table[actual]))}, or {other}={_or(allowed_choices)}"
         raise UserError(f"{problem}: {remedy}", ErrorCode.excludes, key)
 
 

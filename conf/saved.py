@@ -14,33 +14,33 @@ def as_saved(run: RunConfig) -> RunConfig:
     Hub ids and prompts stay unchanged.
     """
     model, predict, prefix = run.model, run.predict, run.prefix
-    files: dict[str, Any] = {key: _existing(getattr(model, key)) for key in ("path", "tokenizer")}
+    model_paths: dict[str, Any] = {key: _existing(getattr(model, key)) for key in ("path", "tokenizer")}
     for key in ("prefixes", "adapters"):
-        files[key] = getattr(model, key) and {name: _existing(path) for name, path in getattr(model, key).items()}
+        model_paths[key] = getattr(model, key) and {name: _existing(path) for name, path in getattr(model, key).items()}
     resume = "none" if predict.resume == "none" else "auto"
-    rows: dict[str, Any] = {
+    predict_paths: dict[str, Any] = {
         "data": _data(predict.data),
         "chat_template": _template(predict.chat_template),
         "resume": resume,
     }
-    kept: dict[str, Any] = {"data": _data(prefix.data), "chat_template": _template(prefix.chat_template)}
-    measured_on: dict[str, Any] = {
+    prefix_paths: dict[str, Any] = {"data": _data(prefix.data), "chat_template": _template(prefix.chat_template)}
+    evaluate_paths: dict[str, Any] = {
         key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference", "tasks_folder")
     }
     serve = run.serve
-    served: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "batches")}
+    serve_paths: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "batches")}
     return replace(
         run,
-        model=replace(model, **files),
+        model=replace(model, **model_paths),
         device=replace(run.device, kept_prefixes=[_absolute(path) for path in run.device.kept_prefixes]),
-        predict=replace(predict, **rows),
+        predict=replace(predict, **predict_paths),
         bench=replace(run.bench, data=_existing(run.bench.data)),
-        evaluate=replace(run.evaluate, **measured_on),
+        evaluate=replace(run.evaluate, **evaluate_paths),
         convert=replace(run.convert, output=_given(run.convert.output), lora=_given(run.convert.lora)),
         quantize=replace(run.quantize, output=_given(run.quantize.output)),
-        prefix=replace(prefix, output=_given(prefix.output), **kept),
+        prefix=replace(prefix, output=_given(prefix.output), **prefix_paths),
         calibrate=replace(run.calibrate, data=_existing(run.calibrate.data)),
-        serve=replace(serve, chat_template=_template(serve.chat_template), **served),
+        serve=replace(serve, chat_template=_template(serve.chat_template), **serve_paths),
         sweep=SweepConfig(),
     )
 

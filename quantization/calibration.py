@@ -42,14 +42,14 @@ class Statistics:
 class ActivationStats:
     """Statistics of the input of one or more linear layers that share it, after all folded scales and shifts."""
 
-    def __init__(self, linears: list[str], norm: str | None, x: Tensor, kept: Statistics) -> None:
+    def __init__(self, linears: list[str], norm: str | None, x: Tensor, statistics: Statistics) -> None:
         self.linears = linears
         """Their names."""
         self.norm = norm
         """The norm whose output is this input, or None."""
-        self.hessian = Hessian(x.shape[1], x.device) if kept.hessian else None
-        self._range = ActivationRange(x.shape[1], x.device) if kept.ranges else None
-        self._squares = torch.zeros(x.shape[1], device=x.device) if kept.norms else None
+        self.hessian = Hessian(x.shape[1], x.device) if statistics.hessian else None
+        self._range = ActivationRange(x.shape[1], x.device) if statistics.ranges else None
+        self._squares = torch.zeros(x.shape[1], device=x.device) if statistics.norms else None
         self.num_rows = 0
         """The number of tokens."""
         self._samples: list[Tensor] = []  # [some T, I] each
@@ -151,8 +151,8 @@ class SequentialCalibrator:
 
         probe: a short extra batch. Its output shows whether a fold changes what a layer computes. cache: an unquantised
         KV cache of one layer with room for a batch, which is one step. with_cache: also observe the keys and values
-        written into it. collects: keep statistics of inputs; a rank without it only takes part in the gathers. whole:
-        the unsharded model, if `model` is a rank's shard, and a KV cache of one layer with room for the probe.
+        written into it. collects: keep statistics of inputs; a rank without it only takes part in the gathers.
+        unsharded: the unsharded model, if `model` is a rank's shard, and a KV cache of one layer with room for the probe.
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
         self._collects = collects
@@ -190,7 +190,7 @@ class SequentialCalibrator:
             self._model.after.send(_total(state.stream))
         self._states.clear()
 
-    def observe(self, linears: Sequence[str] = (), kept: Statistics = Statistics()) -> list[ActivationStats]:
+    def observe(self, linears: Sequence[str] = (), statistics: Statistics = Statistics()) -> list[ActivationStats]:
         """Return the input statistics of the next layer's linear layers. `linears` are their names within the layer.
 
         Linear layers with the same input share one group. Linear layers that no token reaches are in no group.
@@ -199,7 +199,7 @@ class SequentialCalibrator:
             return []
         is_alone = self._unsharded[0] is self._model  # ranks wait for each other's part of the layer's output
         stops = self._sequential and is_alone
-        observer = _InputObserver(self._samples_per_batch, kept, self._collects, linears if stops else ())
+        observer = _InputObserver(self._samples_per_batch, statistics, self._collects, linears if stops else ())
         layer, norms = self._model.layers[self._next], self._model.layout.norms
         with self._fast_methods(), observer.hooked(layer, linears, norms):
             self._run_batches(keeps_outputs=not self._sequential, after_batch=observer.forget)
@@ -255,12 +255,12 @@ class SequentialCalibrator:
                 layer.method = method
 
     @torch.inference_mode()
-    def observe_head(self, linears: list[str], kept: Statistics) -> ActivationStats:
+    def observe_head(self, linears: list[str], statistics: Statistics) -> ActivationStats:
         """Return the statistics of the head's inputs, after the last layer."""
         group, start = None, perf_counter()
         for state in self._states[1:]:
             x = self._model.finish(state.stream)  # [T, E]
-            group = group or ActivationStats(linears, None, x, kept)
+            group = group or ActivationStats(linears, None, x, statistics)
             group.add(x, self._samples_per_batch)
         assert group is not None
         self.batch_seconds += perf_counter() - start
@@ -300,11 +300,11 @@ class _InputObserver:
     They raise _AllObserved when they have seen the inputs of all layers `last`, unless it is empty.
     """
 
-    def __init__(self, samples_per_batch: int, kept: Statistics, collects: bool, last: Sequence[str]) -> None:
+    def __init__(self, samples_per_batch: int, statistics: Statistics, collects: bool, last: Sequence[str]) -> None:
         self.groups: dict[str, ActivationStats] = {}
         self._collects = collects
         self._num_samples = samples_per_batch
-        self._kept = kept
+        self._statistics = statistics
         self._last, self._missing = set(last), set(last)
         # By id of the tensor: the group's first layer, or the norm that made it. The tensors are kept alive so that ids
         # stay unique.
@@ -348,7 +348,7 @@ class _InputObserver:
                     return
                 if name not in self.groups:
                     norm, _ = self._norms.get(id(x), (None, x))
-                    self.groups[name] = ActivationStats([], norm, gathered, self._kept)
+                    self.groups[name] = ActivationStats([], norm, gathered, self._statistics)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
                 self.groups[name].add(gathered, self._num_samples)
             if self._collects:

@@ -129,11 +129,11 @@ class Quantizer:
         """Return the input statistics of the part's linear layers, as `SequentialCalibrator.observe` does."""
         method, activations = self._config.method, {scheme.activations for scheme in part.schemes.values()}
         has_ranges = method is QuantMethod.smoothquant or self._config.shift or Activations.static in activations
-        kept = Statistics(method is QuantMethod.gptq, has_ranges, norms=False)
+        statistics = Statistics(method is QuantMethod.gptq, has_ranges, norms=False)
         names = [name.removeprefix(part.prefix) for name in part.schemes]
         if part.index == len(self._model.layers):
-            return [self._calibrator.observe_head(names, kept)]
-        return self._calibrator.observe(names, kept)
+            return [self._calibrator.observe_head(names, statistics)]
+        return self._calibrator.observe(names, statistics)
 
     @threads(None)  # threads of torch wait for each other in each of many short operators
     def quantize(

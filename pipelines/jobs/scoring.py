@@ -37,10 +37,10 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
     """
     windows, scored = [], 0
     for start in range(0, len(token_ids), stride):
-        seen = token_ids[start : start + window]
-        end = start + len(seen)
+        window_ids = token_ids[start : start + window]
+        end = start + len(window_ids)
         if num_scored := end - max(scored, start + 1):
-            windows.append(Window(seen, num_scored))
+            windows.append(Window(window_ids, num_scored))
         scored = end
         if end == len(token_ids):
             break

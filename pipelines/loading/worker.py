@@ -85,12 +85,12 @@ def follow(channel: Channel, launched: Joined | None = None) -> None:
                 raise
             if not isinstance(error, UserError):
                 channel.send({"log": escape_control_chars(traceback.format_exc())})
-            channel.send({"error": _said(start["name"], error)})
+            channel.send({"error": _error_line(start["name"], error)})
             sys.exit(1)
     has_ended.set()
 
 
-def _said(name: str, error: BaseException) -> str:
+def _error_line(name: str, error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     print(escape_control_chars(traceback.format_exc()), end="", file=sys.stderr, flush=True)

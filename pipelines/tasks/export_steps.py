@@ -108,9 +108,9 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
 
     first = prompts([3, 1, 5], [1, 1, 3], [[0], [1], [2]])
     decode = later(ids[:3], [3, 1, 5], [[0], [1], [2]], [0, 1, 2, 3], [0, 1, 2])
-    alone, one = prompts([1], [1], [[3]]), prompts([19], [1], [[4, 5]])
-    rest = later(ids[20:24], [19, 20, 21, 22], [[4, 5]], [0, 4], [3])
-    return [first, decode, alone, one, rest]
+    alone, last = prompts([1], [1], [[3]]), prompts([19], [1], [[4, 5]])
+    continuation = later(ids[20:24], [19, 20, 21, 22], [[4, 5]], [0, 4], [3])
+    return [first, decode, alone, last, continuation]
 
 
 def _adapted(batch: Batch) -> Batch:

@@ -36,20 +36,20 @@ class Served:
 class _WhileWanted(NoProgress):
     """Shows the progress. Ends the process if the other end of the channel closes during loading."""
 
-    def __init__(self, channel: Channel, shown: ProgressSink) -> None:
+    def __init__(self, channel: Channel, progress: ProgressSink) -> None:
         self._channel = channel
-        self._shown = shown
+        self._progress = progress
 
     def loaded(self, done: int, total: int) -> None:
         self._check()
-        self._shown.loaded(done, total)
+        self._progress.loaded(done, total)
 
     def quantized(self, num_layers: int, total_layers: int) -> None:
         self._check()
-        self._shown.quantized(num_layers, total_layers)
+        self._progress.quantized(num_layers, total_layers)
 
     def calibrating(self) -> AbstractContextManager[None]:
-        return self._shown.calibrating()
+        return self._progress.calibrating()
 
     def _check(self) -> None:
         if self._channel.is_closed:

@@ -108,8 +108,8 @@ def chat_logprobs(texts: TokenTexts, steps: Iterable[Logprob], num_top: int) -> 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = texts.text(token_id)
         content = texts.content(token_id)
-        shown = list(text.encode() if content is None else content)
-        return {"token": text, "logprob": _finite(logprob), "bytes": shown}
+        text_bytes = list(text.encode() if content is None else content)
+        return {"token": text, "logprob": _finite(logprob), "bytes": text_bytes}
 
     content = [
         entry(step.token_id, step.logprob) | {"top_logprobs": [entry(*top) for top in step.top[:num_top]]}
