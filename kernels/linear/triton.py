@@ -96,7 +96,7 @@ def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight
         or triton.cdiv(weight.num_inputs, size) != x_scales.shape[1]
     ):
         raise ValueError(
-            f"scales {list(x_scales.shape)} of groups of {size} inputs with a weight of groups of {weight.chunk}: "
+            f"scales {list(x_scales.shape)} of groups of {size} inputs for a weight with groups of {weight.chunk}: "
             "a group of the rows' has one or several of the weight's"
         )
     return size // weight.chunk

@@ -76,7 +76,7 @@ def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
     codes = noise(8, 256).to(torch.float8_e4m3fn)
     weight = on_device(gpu_weight.pack(codes, noise(8, 2), None, 8))
     x_codes, x_scales = quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
-    with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs with a weight of groups of 128"):
+    with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs for a weight with groups of 128"):
         triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32, 64), weight)
 
 
