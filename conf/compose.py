@@ -209,7 +209,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def _groups(arguments: list[str]) -> str:
-    """Return a line per group with its options, including those of a `--config-dir`.
+    """Return a line per group with its options, including the options in a `--config-dir`.
 
     Hydra's own list would include the schema group.
     """

@@ -21,7 +21,7 @@ OVERRIDES = {
 def resolve_mixture(config: QuantConfig, model: CausalLM, model_type: str) -> QuantConfig:
     """Return the options with a mixture replaced by its most frequent type and an override for each other layer.
 
-    The types are those that llama-quantize gives the tensors of this model. The given overrides come last, so that they
+    Each tensor has the type that llama-quantize gives it. The given overrides come last, so that they
     win. Raises UserError for an architecture that llama.cpp does not have.
     """
     if config.scheme not in MIXTURES:

@@ -111,7 +111,7 @@ def choose_scales(weight: Tensor, format: WeightFormat, fits_range: bool = False
     """Return the scales and zero points of weight [O, I] of any float dtype, shaped as in QuantizedWeight.
 
     8 bits: absmax / 127 for int8, absmax / 448 for fp8; zero points are None. 4 bits: the scales and zero points of the
-    least squared error among those that represent each group's extreme by a whole code (kernels/fit_scales). Zero
+    least squared error among the scales that represent each group's extreme by a whole code (kernels/fit_scales). Zero
     points are None if the format is symmetric. With `fits_range`, zero points and scales instead cover the range from
     minimum to maximum, widened to contain 0. Raises UserError for a value that is not finite, and for groups that do
     not divide the input channels.

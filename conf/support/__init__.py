@@ -1,1 +1,1 @@
-"""What the config and all layers above use: terminal text, signals, sizes."""
+"""Helpers of the config and of all layers above it: terminal text, signals, sizes."""

@@ -2,7 +2,7 @@
 computes.
 
 Each rank computes a part of the outputs of a layer. The collectives only concatenate the shards and add no numbers
-across ranks, so results are bit-identical to those of a single process.
+across ranks, so results are bit-identical to the results of a single process.
 
 T rows, p ranks, E channels.
 """

@@ -77,8 +77,8 @@ def route_corrected(
     num_groups: int = 1,
     num_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Select each token's experts, as `reference.route_corrected` does. Of equal scores the lower expert number is
-    first.
+    """Select each token's experts, as `reference.route_corrected` does. If scores are equal, the lower expert
+    number is first.
 
     Raises ValueError for other shapes and dtypes, and for more experts or groups than exist.
     """

@@ -35,8 +35,8 @@ def mixture(
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Return the K most likely experts of each token: weights float32 and expert numbers int64, both [T, K]. Of equal
-    logits the lower number is first.
+    """Return the K most likely experts of each token: weights float32 and expert numbers int64, both [T, K]. If
+    logits are equal, the lower number is first.
 
     logits [T, N]. The softmax is over all experts. The K weights sum to 1 if `renormalise` (arXiv 2401.04088), else to
     at most 1 (arXiv 2101.03961).

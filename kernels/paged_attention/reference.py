@@ -1,6 +1,6 @@
 """T new tokens of S sequences, M blocks in the longest block table, N blocks of B slots in the cache, H query heads in
-G groups (one key/value head each), D channels per key head, E per value head. Of one sequence: Q new tokens, L tokens
-in total."""
+G groups (one key/value head each), D channels per key head, E per value head. One sequence has Q new tokens and L
+tokens in total."""
 
 import torch
 from torch import Tensor

@@ -39,7 +39,7 @@ def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
 
 def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
     """Keep each row's most likely tokens, up to and including the token at which their probabilities sum to p [R, 1]
-    (arXiv 1904.09751). Of equally likely tokens the lowest id is first."""
+    (arXiv 1904.09751). If tokens are equally likely, the lowest id is first."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # sum over the more likely tokens

@@ -27,9 +27,9 @@ MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 # endless spaces.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
 NUM_KEPT = 64  # compiled or refused guides
-# Disables forced tokens. Where the grammar has only one continuation, any tokens may spell it, and the result does not
+# Disables forced tokens. If the grammar has only one continuation, any tokens may spell it, and the result does not
 # depend on its length.
-OPTIONS = '%llguidance {"no_forcing": true}'  # the last such line of a grammar counts
+OPTIONS = '%llguidance {"no_forcing": true}'  # the last line of this kind in a grammar counts
 
 
 class Guide:

@@ -1,6 +1,6 @@
-"""What each rank of a sharded model stores, reads and computes, estimated from the model on the meta device.
+"""The bytes and operations of each rank of a sharded model, estimated from the model on the meta device.
 
-Layers of the same kind are inspected once. Of a mixture's experts only the first is inspected.
+Layers of the same kind are inspected once. Only the first expert of a mixture is inspected.
 """
 
 from collections import Counter

@@ -51,9 +51,9 @@ class Candidate:
     replicas: int
     stages: tuple[range, ...] = ()
     weight_bytes: int = 0
-    """Of the rank with the most."""
+    """The largest weight bytes of a rank."""
     cache_tokens: int = 0
-    """Of one replica."""
+    """The cache tokens of one replica."""
     tokens_per_s: float = 0.0
     limit: str = ""
     """The bottleneck of the slowest stage, or the reason why the layout is impossible."""

@@ -28,7 +28,7 @@ class Counts:
 @dataclass(frozen=True)
 class Count(Operation[Counts]):
     num_sequences: int
-    """Of the step whose `step_weight_bytes` are counted."""
+    """The sequences of the step whose `step_weight_bytes` are counted."""
 
     def compute(self, executor: Executor) -> Counts:
         return Counts(

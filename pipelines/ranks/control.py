@@ -90,7 +90,7 @@ class Workers:
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def tell(self, operation: object, answering: Collection[int] = (), ranks: range | None = None) -> None:
-        """Send an operation to the workers in `ranks` (None: all); those in `answering` return the result.
+        """Send an operation to the workers in `ranks` (None: all); workers in `answering` return the result.
 
         Raises RankLost.
         """

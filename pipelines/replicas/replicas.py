@@ -76,7 +76,7 @@ class Replicas:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     def _ready(self) -> "list[Replica]":
-        """Return the loaded replicas whose fingerprint equals that of the first."""
+        """Return the loaded replicas whose fingerprint equals the first one's."""
         ready = [replica for replica in self._replicas if replica.client.info is not None]
         return [replica for replica in ready if replica.fingerprint == ready[0].fingerprint]
 

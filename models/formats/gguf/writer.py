@@ -1,6 +1,6 @@
 """Write a checkpoint of any layout as one GGUF file, for llama.cpp and models/formats/gguf/reader.py.
 
-Keys and tensor types are those of llama.cpp's converter. Memory holds one tensor at a time.
+Keys and tensor types are the same as in llama.cpp's converter. Memory holds one tensor at a time.
 """
 
 import logging

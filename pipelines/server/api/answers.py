@@ -152,7 +152,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, step: Logprob) -> dict[str, float]:
-        """Return the most likely tokens and the chosen one, best first. Of tokens with equal text the best is kept."""
+        """Return the most likely tokens and the chosen one, best first. If tokens have equal text, the best is kept."""
         top: dict[str, float] = {}
         for token_id, logprob in [*step.top[: self._num_top], (step.token_id, step.logprob)]:
             top.setdefault(self._texts.text(token_id), _finite(logprob))

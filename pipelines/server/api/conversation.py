@@ -151,7 +151,7 @@ class Chat:
             message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
             raise bad_request(message, "tools")
         settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
-        # Where special tokens mark calls they stay in the text. All other special tokens, such as EOS, are dropped.
+        # Special tokens that mark calls stay in the text. All other special tokens, such as EOS, are dropped.
         special_texts = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
         dropped = [
             text for text in special_texts if not any(text in literal for literal in form.literals + [*CALL_TOKENS])

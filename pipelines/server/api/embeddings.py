@@ -39,7 +39,7 @@ class EmbeddingRequest(Body):
 
 
 def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Return the token ids of a text, equal to those of `task=embed`.
+    """Return the token ids of a text, equal to the token ids of `task=embed`.
 
     Raises ApiError if the server has no tokenizer or the text is certainly too long.
     """

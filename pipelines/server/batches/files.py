@@ -109,7 +109,7 @@ class FileStore:
         self._files.pop(id, None)
 
     def expire(self, used: Collection[str]) -> None:
-        """Delete expired files, except those in `used`. Raises OSError."""
+        """Delete expired files, except files in `used`. Raises OSError."""
         now = time.time()
         for file in list(self._files.values()):
             if file.expires_at <= now and file.id not in used:
