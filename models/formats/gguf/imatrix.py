@@ -81,7 +81,7 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
             raise UserError(f"{path} is empty: {REMEDY}")
         matrix = _read_gguf(path) if is_gguf(path) else _read_binary(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from error
+        raise UserError(f"the importance matrix {path} cannot be read ({error.strerror}): {REMEDY}") from error
     for name, entry in matrix.entries.items():
         if not (np.isfinite(entry) & (entry >= 0)).all():
             raise UserError(f"{path}: {name} has a value that is negative or not finite: {REMEDY}")
