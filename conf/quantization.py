@@ -88,8 +88,7 @@ METHODS = {
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
     QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
-    **dict.fromkeys((*BLOCKS, *MIXTURES), (QuantMethod.rtn, QuantMethod.imatrix)),
-    QuantScheme.auto: (QuantMethod.rtn,),
+    **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (QuantMethod.rtn, QuantMethod.imatrix)),
 }
 
 

@@ -6,14 +6,14 @@ near its minimum the divergence is quadratic in a small change of the weights.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from conf.errors import ErrorCode, UserError
-from conf.quantization import AUTO_BITS, QuantConfig, QuantScheme
+from conf.quantization import AUTO_BITS, QuantConfig, QuantMethod, QuantScheme
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear, MergedLinear
 from models.layers.moe import Experts
@@ -100,7 +100,8 @@ def free_bytes(model: CausalLM, config: QuantConfig, dtype: torch.dtype) -> int:
         num_weights = sum(number for name, number in numbers.items() if name not in fixed)
         return int((config.bits or AUTO_BITS) / 8 * num_weights)
     fixed_bytes = sum(module_bytes(model, dtype).values()) - dtype.itemsize * sum(numbers.values())
-    chosen = plan(model, replace(config, scheme=QuantScheme.int8, max_bytes=None)) if config.overrides else {}
+    rounded = replace(config, scheme=QuantScheme.int8, method=QuantMethod.rtn, imatrix=None, max_bytes=None)
+    chosen = plan(model, rounded) if config.overrides else {}
     for name in fixed & numbers.keys():
         scheme = chosen.get(name)
         fixed_bytes += (
@@ -128,19 +129,27 @@ def check_budget(groups: Sequence[Group], max_bytes: int, config: QuantConfig) -
     )
 
 
-def measure(model: CausalLM, group: Group, device: torch.device, divergence: Callable[[], float]) -> list[Candidate]:
+def measure(
+    model: CausalLM,
+    group: Group,
+    device: torch.device,
+    importance: Mapping[str, Tensor],
+    divergence: Callable[[], float],
+) -> list[Candidate]:
     """Return the group's candidates. The model has float weights, and is unchanged afterwards.
 
+    importance: mean square of each input channel, [I] by layer name, for quant.method=imatrix; it weights the errors.
     `divergence` returns the model's mean KL divergence from the float model.
     """
     layers = [linear_layer(model, name) for name in group.names]
     floats = [layer.method for layer in layers]
     weights = [float_weight(layer) for layer in layers]
+    importances = [importance.get(name) for name in group.names]
     smallest, *_ = group.schemes
     errors, loss = dict[str, float](), 0.0
     for format, scheme in group.schemes.items():
-        stored = [quantize(weight, scheme.weights) for weight in weights]
-        errors[format] = sum(_squared_error(*pair) for pair in zip(weights, stored, strict=True))
+        stored = [quantize(w, scheme.weights, each) for w, each in zip(weights, importances, strict=True)]
+        errors[format] = sum(map(_squared_error, weights, stored, importances))
         if format != smallest:
             continue
         for layer, quantized in zip(layers, stored, strict=True):
@@ -154,6 +163,7 @@ def measure(model: CausalLM, group: Group, device: torch.device, divergence: Cal
     return [Candidate(format, group.num_bytes(format), scale * errors[format]) for format in group.schemes]
 
 
-def _squared_error(weight: Tensor, stored: QuantizedWeight) -> float:
-    difference = stored.dequantize().to(weight.device) - weight.float()
-    return float(difference.square().sum(dtype=torch.float64))
+def _squared_error(weight: Tensor, stored: QuantizedWeight, importance: Tensor | None) -> float:
+    squares = (stored.dequantize().to(weight.device) - weight.float()).square()
+    weighted = squares if importance is None else squares * importance.to(weight.device)
+    return float(weighted.sum(dtype=torch.float64))

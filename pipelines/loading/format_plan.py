@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantScheme
+from conf.quantization import QuantConfig, QuantMethod, QuantScheme
 from models.causal_lm import CausalLM
 from models.linear_layers import linear_specs
 
@@ -39,4 +39,5 @@ def resolve_plan(config: QuantConfig, model: CausalLM) -> QuantConfig:
             f"quant.plan={path} has {len(unknown)} layers that this model lacks ({', '.join(unknown)}): "
             "give the plan of this model"
         )
-    return replace(config, scheme=QuantScheme.int8, plan=None, group_size=-1, overrides=formats | config.overrides)
+    scheme = QuantScheme.q4_k if config.method is QuantMethod.imatrix else QuantScheme.int8  # of no layer
+    return replace(config, scheme=scheme, plan=None, group_size=-1, overrides=formats | config.overrides)

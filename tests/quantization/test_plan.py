@@ -238,7 +238,7 @@ def test_block_schemes_that_cannot_be_are_refused() -> None:
     for changes in ({"group_size": 32}, {"activations": Activations.auto}, {"method": QuantMethod.gptq}):
         with pytest.raises(UserError, match="quant.* not "):
             replace(mixture, **changes)
-    for scheme, remedy in ((QuantScheme.int4, "rtn, gptq or awq"), (QuantScheme.auto, "rtn")):
+    for scheme, remedy in ((QuantScheme.int4, "rtn, gptq or awq"), (QuantScheme.none, "rtn, or quant=")):
         refused = f"quant.method=imatrix is not allowed with quant={scheme.name}: give {remedy}"
         with pytest.raises(UserError, match=refused):
             QuantConfig(scheme, QuantMethod.imatrix)

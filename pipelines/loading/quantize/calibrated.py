@@ -47,19 +47,33 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
         )
         remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
         raise UserError(f"{problem}: {remedy}")
-    if run.quant.scheme is QuantScheme.auto:
-        plan_file = find_or_make_plan(calibration_job(run), source, progress)
-        return ReadyModel(source, run.model, replace(run.quant, bits=None, max_bytes=None, plan=str(plan_file)))
-    if run.quant.method is QuantMethod.imatrix:
-        file = find_or_make_imatrix(calibration_job(run), source, progress)
-        return ReadyModel(source, run.model, replace(run.quant, imatrix=str(file)))
-    folder = find_or_make(calibration_job(run), source, progress)
+    job = calibration_job(run)
+    if not run.quant.has_static_kv_cache:  # static scales are in files, which hold no blocks
+        job = _with_files(job, run.calibrate, source, progress)
+        if not job.quant.needs_calibration:
+            return ReadyModel(source, run.model, job.quant)
+    folder = find_or_make(job, source, progress)
     log.warning("what runs is the calibrated model in %s", folder)
     found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
     model, quant = replace_model_path(run.model, folder), QuantConfig(kv_cache=found_when_run)
     if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
         quant = replace(quant, activations=Activations.auto)
     return ReadyModel(resolve_model(model), model, quant)
+
+
+def _with_files(
+    job: QuantizeJob, calibrate: CalibrateConfig, source: ModelSource, progress: ProgressSink
+) -> QuantizeJob:
+    """Return the job with the files of its importance matrix and of its plan, which are found or made."""
+    quant = job.quant
+    if quant.method is QuantMethod.imatrix and quant.imatrix is None:
+        weighted = QuantConfig(QuantScheme.q4_k, QuantMethod.imatrix)
+        file = find_or_make_imatrix(replace(job, calibrate=calibrate.resolved(weighted)), source, progress)
+        quant = replace(quant, imatrix=str(file))
+    if quant.scheme is QuantScheme.auto and quant.plan is None:
+        plan_file = find_or_make_plan(replace(job, quant=quant), source, progress)
+        quant = replace(quant, bits=None, max_bytes=None, plan=str(plan_file))
+    return replace(job, quant=quant)
 
 
 def calibration_job(run: RunConfig) -> QuantizeJob:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.quantization import QuantConfig, QuantMethod
+from conf.quantization import QuantConfig, QuantMethod, QuantScheme
 from models.causal_lm import CausalLM
 from models.formats.gguf.imatrix import Floats, write_imatrix
 from models.linear_layers import linear_specs
@@ -36,7 +36,8 @@ def write_importance(
 
     Raises UserError as `plan_model` does for `job.quant`, and for texts that cannot be read.
     """
-    plan_model(job.model, replace(job.quant, method=QuantMethod.rtn), source, device, packed=False)
+    if job.quant.scheme is not QuantScheme.auto:
+        plan_model(job.model, replace(job.quant, method=QuantMethod.rtn), source, device, packed=False)
     plan = plan_model(job.model, QuantConfig(), source, device, packed=False)
     places = find_places(plan.model, source.checkpoint.config.require("model_type", str))
     settings = read_request_settings(job.model, source)

@@ -12,7 +12,7 @@ from conf.schema import DeviceConfig, ModelConfig, ParallelConfig
 from models.formats.hub import find_tokenizer
 from pipelines.jobs.journal import dumps
 from pipelines.jobs.output_folder import kept_folder
-from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, plain_quant
+from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, plain_quant, sha256_of
 from pipelines.loading.model_source import ModelSource
 from quantization.smoothing_record import FOLDS
 
@@ -55,6 +55,8 @@ class QuantizeJob:
         cache = () if self.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
         quant = {key: value for key, value in plain_quant(self.quant).items() if key not in cache}
         quant |= {"activations": self.quant.activations.in_files}
+        if self.quant.imatrix is not None:
+            quant |= {"imatrix": sha256_of(Path(self.quant.imatrix).expanduser())}
         if self.quant.method.folds_scales:
             quant |= {"kept": FOLDS}  # older folders do not have this file
         model = self.model

@@ -23,6 +23,7 @@ from pipelines.loading.quantize.report import Predictions
 from pipelines.loading.request_settings import read_request_settings
 from quantization.allocation import Candidate, allocate
 from quantization.auto import Group, check_budget, find_groups, free_bytes, measure
+from quantization.importance import read_importance
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ def _measure_groups(
     are_prompts = plan.source.shape.capabilities.needs_whole_prompt
     data = read_calibration_data(job.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
     log.warning("quant=auto: measuring %d groups of layers on texts from %s", len(groups), data.source)
+    importance = dict[str, torch.Tensor]()
+    if job.quant.imatrix is not None:
+        model_type = plan.source.checkpoint.config.require("model_type", str)
+        importance = read_importance(job.quant.imatrix, plan.model, model_type)
     with progress.calibrating():
         engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded)
         engine.executor.stop_recording()
@@ -75,7 +80,7 @@ def _measure_groups(
 
         candidates = []
         for number, group in enumerate(groups):
-            candidates.append(measure(engine.executor.model, group, plan.device, divergence))
+            candidates.append(measure(engine.executor.model, group, plan.device, importance, divergence))
             progress.quantized(number + 1, len(groups))
     return candidates
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantScheme
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig, Task
 from models.linear_layers import linear_layer, linear_specs
 from pipelines.engine import Engine
@@ -78,8 +78,14 @@ def test_a_plan_within_its_budget(run: RunConfig, tmp_path: Path, monkeypatch: p
             if name.endswith(first):
                 assert {formats[name.replace(first, other)] for other in others} == {format}
 
-    monkeypatch.setattr("pipelines.loading.quantize.sensitivity.Predictions", None)  # must not measure again
     expected = all_logits(engine, PROMPT)
+    weighted = all_logits(load(run, bits=5.6, method=QuantMethod.imatrix), PROMPT)
+    assert not weighted.equal(expected)
+    (imatrix,), (other,) = (tmp_path / "imatrix").glob("*.gguf"), {*(tmp_path / "plans").glob("*.yaml")} - {file}
+
+    monkeypatch.setattr("pipelines.loading.quantize.sensitivity.Predictions", None)  # must not measure again
+    again = load(run, plan=str(other), method=QuantMethod.imatrix, imatrix=str(imatrix))
+    assert all_logits(again, PROMPT).equal(weighted)
     assert all_logits(load(run, bits=5.6), PROMPT).equal(expected)
     assert load(run, bits=6.5).executor.weight_bytes > engine.executor.weight_bytes
     assert all_logits(load(run, plan=str(file)), PROMPT).equal(expected)
