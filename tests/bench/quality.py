@@ -45,6 +45,10 @@ CELLS = {
     "q5_0, head q5_0": ["quant=q5_0", "quant.overrides={lm_head: q5_0}"],
     **{name: [f"quant={name}"] for name in ("q4_1", "q5_0", "q5_1", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")},
     **{f"{name} imatrix": [f"quant={name}", "quant.method=imatrix"] for name in ("q4_1", "q5_0", "q3_k_m", "q4_k_m")},
+    **{
+        f"auto, {size} MB, imatrix": ["quant=auto", f"quant.max_bytes={size}000000", "quant.method=imatrix"]
+        for size in (95, 106)
+    },
 }
 FILES = ("q4_0", "q4_1", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0")
 

@@ -56,7 +56,10 @@ def write_auto_plan(
         f"expected divergence {sum(choice.loss for choice in chosen):.3g} nats"
     )
     _write(target, plan_text(formats, f"{job.model.path}: {summary}"))
-    log.warning("quant=auto: %s; the plan is in %s: quant=auto quant.plan=FILE uses it again", summary, target)
+    method = "" if job.quant.imatrix is None else f" quant.method={job.quant.method.name}"
+    log.warning(
+        "quant=auto: %s; the plan is in %s: quant=auto%s quant.plan=FILE uses it again", summary, target, method
+    )
 
 
 def _measure_groups(
