@@ -137,6 +137,10 @@ def test_typos_fail_in_one_line(override: str, message: str) -> None:
 def test_any_layers_name_is_a_key_of_the_overrides() -> None:
     run = compose_run_config(["quant=int4", "quant.overrides={*.down_proj:int8}"])
     assert run.quant.overrides == {"lm_head": "int8", "*.down_proj": "int8"}
+    for option in ("a8w8", "fp8"):  # their own entry for the head can be replaced
+        assert compose_run_config([f"quant={option}"]).quant.overrides == {"lm_head": "none"}
+        run = compose_run_config([f"quant={option}", "quant.overrides={lm_head:int8}"])
+        assert (run.quant.overrides, run.quant.skip) == ({"lm_head": "int8"}, [])
 
 
 def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
