@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,13 +52,14 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
 class Scores:
     """Sums over scored tokens.
 
-    With a reference model also the sum of KL(reference || model) in nats, and the number of tokens whose most likely
+    With a reference model also KL(reference || model) of each token in nats, and the number of tokens whose most likely
     token is equal.
     """
 
     num_tokens: int = 0
     nll: float = 0.0
-    kl: float | None = None
+    kl: list[Tensor] | None = None
+    """Float64 [R] each."""
     num_agreed: int | None = None
 
     @property
@@ -74,7 +76,12 @@ class Scores:
 
     @property
     def kl_mean(self) -> float | None:
-        return None if self.kl is None else self.kl / self.num_tokens
+        return None if self.kl is None else torch.cat(self.kl).mean().item()
+
+    @property
+    def kl_p99(self) -> float | None:
+        """Return the 99th percentile over tokens, interpolated as numpy does."""
+        return None if self.kl is None else float(np.quantile(torch.cat(self.kl).numpy(), 0.99))
 
     @property
     def top1_agreement(self) -> float | None:
@@ -96,7 +103,7 @@ def score(
     logits that are not finite.
     """
     engines = [engine] if reference is None else [engine, reference]
-    scores = Scores() if reference is None else Scores(kl=0.0, num_agreed=0)
+    scores = Scores() if reference is None else Scores(kl=[], num_agreed=0)
     for step in _steps(engines, windows):
         _score_step(scores, engines, step)
         on_step(scores.num_tokens)
@@ -175,5 +182,5 @@ def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) ->
         scores.nll -= logprobs.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
         if scores.kl is not None and scores.num_agreed is not None:
             # Float32 differences are small and exact to about 1e-6. Float64 sums keep that precision.
-            scores.kl += (expected[0].exp() * (expected[0] - logprobs)).sum(dtype=torch.float64).item()
+            scores.kl.append((expected[0].exp() * (expected[0] - logprobs)).sum(-1, dtype=torch.float64).cpu())
             scores.num_agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())

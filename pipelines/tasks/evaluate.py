@@ -143,6 +143,7 @@ def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
         "nll_per_token": scores and scores.nll_per_token,
         "perplexity": scores and scores.perplexity,
         "kl_mean": scores and scores.kl_mean,
+        "kl_p99": scores and scores.kl_p99,
         "top1_agreement": scores and scores.top1_agreement,
         "num_scored_tokens": scores.num_tokens if scores else 0,
         "accuracy": sum(right) / len(right) if right else None,
@@ -160,6 +161,7 @@ def _print(metrics: dict[str, Any], output_dir: Path) -> None:
             ("negative log likelihood", shown("nll_per_token", ".5f", " per token")),
             ("perplexity", shown("perplexity", ",.4f")),
             ("KL divergence", shown("kl_mean", ".3g")),
+            ("its 99th percentile", shown("kl_p99", ".3g")),
             ("equal most likely tokens", shown("top1_agreement", ".2f", " %", 100)),
             ("accuracy", shown("accuracy", ".2f", f" % of {metrics['num_questions']:,}", 100)),
             *(

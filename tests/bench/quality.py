@@ -72,7 +72,7 @@ def main() -> None:
         cells |= {f"gguf {dtype}": [f"model.path={converted(args.folder, twin, dtype)}"] for dtype in args.files}
         for name, options in cells.items():
             metrics = evaluate([f"evaluate.reference={args.folder / twin}", f"evaluate.data={text}", *options])
-            names = ("perplexity", "kl_mean", "top1_agreement", "weight_bytes")
+            names = ("perplexity", "kl_mean", "kl_p99", "top1_agreement", "weight_bytes")
             rows.append({"twin": twin, "scheme": name} | {key: round(metrics[key], 5) for key in names})
             print(
                 f"| {twin} | {name} | {metrics['weight_bytes'] / 1e6:.1f} | {metrics['perplexity']:.2f} |", flush=True
