@@ -45,7 +45,7 @@ def gptq(
         None if kept is None else kept.T[order],
         dynamic,
     )
-    codes = rounding.round(weight.float().T[order], factor.matrix)  # [I, O], in the rounding order
+    codes = rounding.round(weight.float().T.contiguous()[order], factor.matrix)  # [I, O], in the rounding order
     if not dynamic:
         return QuantizedWeight(_take(codes, order.argsort()).T.contiguous(), scales, zero_points)
     scales = rounding.scales.T.contiguous()

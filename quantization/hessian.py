@@ -82,7 +82,7 @@ def inverse_factor(hessian: Tensor, damping: float, act_order: bool) -> InverseF
     reverse = torch.arange(len(hessian) - 1, -1, -1, device=hessian.device) if order is None else order.flip(0)
     diagonal = diagonal[reverse] / diagonal.max()  # avoids overflow when damping is added
     while True:
-        damped = hessian[reverse][:, reverse].div_(hessian.diagonal().max())
+        damped = hessian.index_select(0, reverse).index_select(1, reverse).div_(hessian.diagonal().max())
         damped.diagonal().copy_(diagonal + damping * diagonal.mean())
         with threads(None):  # the last bits of torch's factor of a block depend on the thread count
             inverse = _inverse_of_lower(damped) if _factorize(damped) else None
