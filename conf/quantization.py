@@ -231,7 +231,7 @@ class QuantConfig:
 
     @property
     def finds_smoothing_alone(self) -> bool:
-        """Whether calibration needs only the largest magnitude of each channel, for which few tokens are enough.
+        """Whether calibration needs only the magnitude of each channel, for which few tokens are enough.
 
         `smooth.piecewise` compares output errors, `shift` needs the minimum and maximum of each channel, and pruning
         needs the norm of each channel.

@@ -94,7 +94,7 @@ class Smoother:
             return search_scales(weights, group.sample, format)
         if self._config.smooth.piecewise:
             return search_smooth_scales(group.sample, weights, NUM_GROUPS)
-        return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
+        return smooth_scales(group.sample, weights, self._config.smooth.alpha)
 
     def _fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
         """Divide the group's input by scales [I] and multiply its weights' columns.
