@@ -6,6 +6,7 @@ SmolLM2-135M, because one value does not decide a channel's scale.
 T tokens, O output channels, I input channels of linear layers that share their input, K groups of channels.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ def _rms(matrices: Sequence[Tensor]) -> Tensor:
     with threads(None):  # the last bits of torch's norm may depend on the thread count
         norms = [torch.linalg.vector_norm(matrix, dim=0, dtype=torch.float32) for matrix in matrices]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return norm / sum(map(len, matrices)) ** 0.5
+    return norm / math.sqrt(sum(map(len, matrices)))
 
 
 def _scales(inputs: Tensor, weights: Tensor, alpha: float | Tensor) -> Tensor:
