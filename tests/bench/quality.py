@@ -36,7 +36,9 @@ PROJECTIONS = {
 CELLS = {
     "none": [],
     "int8": ["quant=int8"],
+    "int8 g64": ["quant=int8", "quant.group_size=64"],
     "a8w8": ["quant=a8w8"],
+    "a8w8, down_proj int8": ["quant=a8w8", "quant.overrides={*.down_proj: int8}"],
     "fp8": ["quant=fp8"],
     "int4": ["quant=int4"],
     "int4 g32": ["quant=int4", "quant.group_size=32"],
@@ -47,7 +49,7 @@ CELLS = {
     **{f"{name} imatrix": [f"quant={name}", "quant.method=imatrix"] for name in ("q4_1", "q5_0", "q3_k_m", "q4_k_m")},
     **{
         f"auto, {size} MB, imatrix": ["quant=auto", f"quant.max_bytes={size}000000", "quant.method=imatrix"]
-        for size in (95, 106)
+        for size in (95, 106, 130)
     },
 }
 FILES = ("q4_0", "q4_1", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0")
