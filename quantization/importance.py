@@ -17,17 +17,17 @@ from models.linear_layers import linear_specs
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a linear layer in an importance matrix."""
+class EntryRow:
+    """A row of an entry of an importance matrix: a linear layer has one."""
 
     name: str
     """llama.cpp's name of the weight."""
-    row: int
+    index: int
     """The expert's number; 0 for a layer outside of experts."""
 
 
-def find_places(model: CausalLM, model_type: str) -> dict[str, Place]:
-    """Return the places of the linear layers that may be quantised, by name.
+def find_entry_rows(model: CausalLM, model_type: str) -> dict[str, EntryRow]:
+    """Return the rows of the linear layers that may be quantised, by name.
 
     The head of a model with tied embeddings has the name of the embedding. Raises UserError for an architecture that
     llama.cpp's names are not known for.
@@ -38,29 +38,25 @@ def find_places(model: CausalLM, model_type: str) -> dict[str, Place]:
             "give quant.method=rtn"
         )
     tied = {model.layout.head: model.layout.embedding} if tied_embedding(model.head) is not None else {}
-    places, num_rows = dict[str, Place](), Counter[str]()
+    rows, num_rows = dict[str, EntryRow](), Counter[str]()
     for layer in linear_specs(model):
         name = LAYOUTS[model_type].llama_cpp_name(f"{tied.get(layer, layer)}.weight")
-        places[layer] = Place(name, num_rows[name])
+        rows[layer] = EntryRow(name, num_rows[name])
         num_rows[name] += 1
-    return places
+    return rows
 
 
 def read_importance(file: str, model: CausalLM, model_type: str) -> dict[str, Tensor]:
     """Return the importance of the model's linear layers that have an entry in the file, float32 [I] by name.
 
-    Raises UserError as `find_places`, `read_imatrix` and `ImportanceMatrix.match` do.
+    Raises UserError as `find_entry_rows`, `read_imatrix` and `ImportanceMatrix.match` do.
     """
-    places, specs = find_places(model, model_type), linear_specs(model)
-    num_rows = Counter(place.name for place in places.values())
-    shapes = {place.name: (num_rows[place.name], specs[layer].shape[1]) for layer, place in places.items()}
+    rows, specs = find_entry_rows(model, model_type), linear_specs(model)
+    num_rows = Counter(row.name for row in rows.values())
+    shapes = {row.name: (num_rows[row.name], specs[layer].shape[1]) for layer, row in rows.items()}
     others = _names_of_floats(model, model_type)
     entries = read_imatrix(Path(file).expanduser()).match(shapes, others)
-    return {
-        layer: torch.from_numpy(entries[place.name][place.row])
-        for layer, place in places.items()
-        if place.name in entries
-    }
+    return {layer: torch.from_numpy(entries[row.name][row.index]) for layer, row in rows.items() if row.name in entries}
 
 
 def _names_of_floats(model: CausalLM, model_type: str) -> frozenset[str]:

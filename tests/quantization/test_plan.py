@@ -25,7 +25,7 @@ from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
 from pipelines.loading.load_engine import load_engine
 from quantization.file_layout import file_layout
-from quantization.importance import find_places
+from quantization.importance import find_entry_rows
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import IntMethod, method_of
@@ -243,4 +243,4 @@ def test_block_schemes_that_cannot_be_are_refused() -> None:
         with pytest.raises(UserError, match=refused):
             QuantConfig(scheme, QuantMethod.imatrix)
     with pytest.raises(UserError, match=r"llama.cpp's names .* not known for model_type='opt': give quant.method=rtn"):
-        find_places(model_of("opt"), "opt")
+        find_entry_rows(model_of("opt"), "opt")

@@ -19,7 +19,7 @@ from pipelines.loading.quantize.first_layers import first_layers
 from pipelines.loading.quantize.job import QuantizeJob
 from pipelines.loading.quantize.layers import whole_share
 from pipelines.loading.quantize.report import measured_texts
-from pipelines.loading.quantize.share import Choose, Place
+from pipelines.loading.quantize.share import Choose, PlaceTensors
 from pipelines.loading.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout
@@ -106,7 +106,7 @@ def _measure(
         start, growing = time.perf_counter(), -share.calibrator.batch_seconds
         chosen = share.run(Choose(part.index))
         assert chosen is not None
-        share.run(Place(part.index, chosen.tensors))
+        share.run(PlaceTensors(part.index, chosen.tensors))
         files.write(part, chosen)
         sha256_of(files.path_of(part))
         growing += share.calibrator.batch_seconds

@@ -22,7 +22,7 @@ from pipelines.loading.quantize.job import QuantizeJob
 from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
 from pipelines.loading.request_settings import read_request_settings
 from quantization.calibration import SequentialCalibrator, Statistics
-from quantization.importance import find_places
+from quantization.importance import find_entry_rows
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def write_importance(
     if job.quant.scheme is not QuantScheme.auto:
         plan_model(job.model, replace(job.quant, method=QuantMethod.rtn), source, device, packed=False)
     plan = plan_model(job.model, QuantConfig(), source, device, packed=False)
-    places = find_places(plan.model, source.checkpoint.config.require("model_type", str))
+    rows = find_entry_rows(plan.model, source.checkpoint.config.require("model_type", str))
     settings = read_request_settings(job.model, source)
     are_prompts = source.shape.capabilities.needs_whole_prompt
     data = read_calibration_data(job.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
@@ -51,17 +51,17 @@ def write_importance(
         model = engine.executor.model
         calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential=False)
         sums = _collect(model, calibrator, progress)
-    num_rows, specs = Counter(place.name for place in places.values()), linear_specs(model)
+    num_rows, specs = Counter(row.name for row in rows.values()), linear_specs(model)
     entries: dict[str, tuple[Floats, Floats]] = {}
-    for layer, place in places.items():
-        if layer not in sums and num_rows[place.name] == 1:
+    for layer, row in rows.items():
+        if layer not in sums and num_rows[row.name] == 1:
             continue
-        if place.name not in entries:  # an expert that no token reaches has zeros
-            shape = num_rows[place.name], specs[layer].shape[1]
-            entries[place.name] = np.zeros(shape, np.float32), np.zeros(shape[0], np.float32)
+        if row.name not in entries:  # an expert that no token reaches has zeros
+            shape = num_rows[row.name], specs[layer].shape[1]
+            entries[row.name] = np.zeros(shape, np.float32), np.zeros(shape[0], np.float32)
         if layer in sums:
             squares, count = sums[layer]
-            entries[place.name][0][place.row], entries[place.name][1][place.row] = squares, count
+            entries[row.name][0][row.index], entries[row.name][1][row.index] = squares, count
     dataset = job.calibrate.data or "built-in texts"
     write_imatrix(target, entries, dataset, len(data.samples), max(map(len, data.samples)))
     log.warning("the importance matrix is in %s: quant.imatrix=FILE uses it again", target)

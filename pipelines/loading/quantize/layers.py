@@ -8,7 +8,7 @@ from models.batch import Batch, KVCache
 from pipelines.engine import Engine
 from pipelines.engine.batch import prompt_batch
 from pipelines.jobs.report import ProgressSink
-from pipelines.loading.quantize.share import Choose, PassOver, Place, Share
+from pipelines.loading.quantize.share import Choose, PassOver, PlaceTensors, Share
 from quantization.calibration import PROBE_TOKENS
 from quantization.file_layout import FileLayout
 from quantization.part_files import PartFiles
@@ -26,11 +26,11 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
         if files.has(part):
             quantized = files.read(part)
             share.run(PassOver(part.index))
-            share.run(Place(part.index, quantized.tensors))
+            share.run(PlaceTensors(part.index, quantized.tensors))
         else:
             chosen = share.run(Choose(part.index))
             assert chosen is not None
-            quantized = replace(chosen, tensors=chosen.tensors | share.run(Place(part.index, chosen.tensors)))
+            quantized = replace(chosen, tensors=chosen.tensors | share.run(PlaceTensors(part.index, chosen.tensors)))
             files.write(part, quantized)
         reports += quantized.reports
         progress.quantized(i + 1, len(share.parts))

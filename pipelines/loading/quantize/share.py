@@ -224,11 +224,11 @@ class PassOver(PartStep[None]):
 
 
 @dataclass(frozen=True)
-class Place(PartStep[dict[str, Tensor]]):
+class PlaceTensors(PartStep[dict[str, Tensor]]):
     tensors: dict[str, Tensor]
 
     def compute(self, share: Share) -> dict[str, Tensor]:
         return share.place(share.parts[self.part], self.tensors)
 
 
-STEPS = Rest, Leave, Choose, PassOver, Place
+STEPS = Rest, Leave, Choose, PassOver, PlaceTensors
