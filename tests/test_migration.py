@@ -98,8 +98,10 @@ def arguments_of(line: str, examples: dict[str, str], out: Path) -> list[str]:
             del settings["decode.max_new_tokens"]
     if task == "bench":
         settings |= {"bench.prompt_tokens": "8", "bench.new_tokens": "2", "bench.repeats": "1"}
-    if any(argument.startswith(("quant=a8w8", "quant.kv_cache_scales")) for argument in arguments):
-        settings |= {"calibrate.num_samples": "2", "calibrate.sequence_length": "16"}
+    if any(
+        argument.startswith(("quant=a8w8", "quant.kv_cache_scales", "quant.method=imatrix")) for argument in arguments
+    ):
+        settings |= {"calibrate.num_samples": "1", "calibrate.sequence_length": "2"}
     limits = {"model.max_length=4096": "model.max_length=64"}  # the bundled model's context is shorter
     arguments = [limits.get(argument, argument) for argument in arguments]
     return [

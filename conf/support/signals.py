@@ -12,7 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_waiting() -> Iterator[None]:
-    """Block SIGINT and SIGTERM while torch is imported: an exception within its C++ code aborts the process or is lost."""
+    """Block SIGINT and SIGTERM while torch is imported or safetensors reads.
+
+    An exception within their native code aborts the process, is lost, or becomes another exception.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield

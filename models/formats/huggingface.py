@@ -12,6 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.support.signals import interrupts_waiting
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import dense_config, dense_files
@@ -76,10 +77,12 @@ class SafetensorsFile:
         for name in names:
             # Opened once per tensor, because the pages of a mapping stay resident while it is open.
             with safe_open(self.path, framework="pt") as file:
-                yield name, file.get_tensor(name)
+                with interrupts_waiting():
+                    tensor = file.get_tensor(name)
+                yield name, tensor
 
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
+        with interrupts_waiting(), safe_open(self.path, framework="pt") as file:
             tensor, before = file.get_slice(name), (slice(None),) * shard.axis
             parts = [tensor[(*before, slice(indices.start, indices.stop))] for indices in shard.ranges]
             return torch.cat(parts, shard.axis)

@@ -13,7 +13,18 @@ from matplotlib.figure import Figure
 
 TITLES = {"first": "published weights (on a 4-bit grid)", "second": "weights moved within their cells of the grid"}
 FILES = "gguf "  # begins the names of files with llama-quantize's bytes
-SCHEMES = ("auto, 95 MB", "auto, 106 MB", "auto, 130 MB", "int8", "a8w8", "fp8", "int4", "q4_k_m", "q5_k_m", "q6_k")
+AUTO = tuple(f"auto, {size} MB" for size in (95, 106, 130))
+SERIES = (  # name, colour, marker and line, schemes
+    ("Quintet, auto", "C0", "o-", AUTO),
+    ("Quintet, auto with imatrix", "C2", "o-", tuple(f"{name}, imatrix" for name in AUTO)),
+    ("Quintet, other schemes", "C0", "o", ("int8", "a8w8", "fp8")),
+    (
+        "llama.cpp's types",
+        "0.55",
+        "s",
+        tuple(f"{FILES}{name}" for name in ("q4_0", "q4_1", "q3_k_m", "q4_k_m", "q5_k_m", "q8_0")),
+    ),
+)
 HIGHEST = 1.25  # of the float model's perplexity
 
 
@@ -33,20 +44,15 @@ def main() -> None:
 def draw(axes: Any, title: str, rows: list[dict[str, Any]]) -> None:
     floats = next(row["perplexity"] for row in rows if row["scheme"] == "none")
     axes.axhline(floats, color="0.5", linewidth=0.8, linestyle=":")
-    for name, color, marker, is_shown in (
-        ("Quintet", "C0", "o", lambda scheme: scheme in SCHEMES),
-        ("llama.cpp's types", "0.55", "s", lambda scheme: scheme.startswith(FILES)),
-    ):
+    for name, color, style, schemes in SERIES:
         points = [
             (row["weight_bytes"] / 1e6, row["perplexity"], row["scheme"].removeprefix(FILES))
             for row in rows
-            if is_shown(row["scheme"]) and row["perplexity"] < floats * HIGHEST
+            if row["scheme"] in schemes and row["perplexity"] < floats * HIGHEST
         ]
-        axes.scatter(
-            [size for size, _, _ in points], [value for _, value, _ in points], c=color, marker=marker, label=name
-        )
-        for size, value, label in points:
-            axes.annotate(label, (size, value), xytext=(4, 3), textcoords="offset points", fontsize=8, color=color)
+        axes.plot([size for size, _, _ in points], [value for _, value, _ in points], style, color=color, label=name)
+        for size, value, label in points if "auto" not in name else ():
+            axes.annotate(label, (size, value), xytext=(4, 4), textcoords="offset points", fontsize=8, color=color)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("weights in memory, MB")
     axes.set_ylabel("perplexity")
