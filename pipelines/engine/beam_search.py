@@ -20,7 +20,7 @@ class BeamSearch:
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
         self._params = params
-        # With this many candidates num_beams of them continue even if every end token is among the best.
+        # So many that num_beams candidates continue even if every beam's end tokens are all among the candidates.
         self._num_candidates = max(2, 1 + len(params.end_token_ids)) * params.num_beams
         self._detokenizer = detokenizer if params.stop else None  # only needed to find stop strings
         self._begin()

@@ -14,7 +14,8 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: lowest numbers first, and the last freed first
+        # A stack: at first the lowest number is on top, later the last freed block.
+        self._empty = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}

@@ -100,7 +100,7 @@ class Detokenizer:
         if may_stop:
             for length, (character, _) in enumerate(characters, len(self._held) + 1):
                 self._stop_state, num_matched = self._stop.advance(self._stop_state, character)
-                if num_matched:  # the first complete string wins, and the longest of several
+                if num_matched:  # the stop string that ends first; the longest if several end here
                     self._held = []
                     matched = "".join(character for character, _ in text[length - num_matched : length])
                     return _shown(text[: length if self._include_stop else length - num_matched]), matched

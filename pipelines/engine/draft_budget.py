@@ -15,14 +15,14 @@ from conf.speculation import Acceptance, DraftOrder
 from pipelines.engine.request import Sequence
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # draft counts of a row: few values, so that few step shapes are recorded
-# Steps of a size before its time counts: the first step runs eagerly, the second is recorded.
+# Number of measured steps of a size before their time is used: the first step runs eagerly, the second is recorded.
 MIN_TIMES = 3
 # Tokens for which a CPU reads each weight once. Steps up to this size are tried, because they may cost no more.
 TOKENS_PER_READ = 16
-TRIED_GROWTH = 1.5  # factor on the largest measured size up to which a size is tried
-# Recent times of which the minimum counts: an interrupted step took longer than the next step will.
+TRIED_GROWTH = 1.5  # sizes up to this factor times the largest measured size are tried
+# The minimum of so many recent times is used, because an interrupted step takes longer than a usual step.
 NUM_TIMES = 8
-PROBE_EVERY = 32  # steps without a draft
+PROBE_EVERY = 32  # after so many steps without a draft, one row gets a draft
 PRIOR_WEIGHT = 2.0  # weight of the prior of a row's own rate, in drafts
 MEMORY = 32.0  # drafts after which the counts are halved, because the rate changes along a text
 # Required gain in tokens per second: the chances are estimates, and the best of many estimates is too optimistic.
@@ -37,7 +37,7 @@ class StepCosts:
         self._times: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
         self._sizes: list[int] = []  # the measured sizes, ascending
-        self._seconds: dict[int, float] = {}  # estimates since the last change of a time
+        self._seconds: dict[int, float] = {}  # cached estimates; cleared when a measured time changes
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step with `num_tokens` tokens."""
@@ -51,10 +51,10 @@ class StepCosts:
     def seconds(self, num_tokens: int) -> float:
         """Estimate the time of a step; infinity if nothing was measured.
 
-        Between two measured sizes the estimate is linear. A size above the largest measured size costs the same if it has
-        at most TOKENS_PER_READ tokens, so that it is tried. A larger size extends the line through the last two measured
-        sizes, up to TRIED_GROWTH times the largest size. Beyond this the cost is infinite, so that no step is tried that
-        may take several times as long.
+        Between two measured sizes the estimate is linear. Above the largest measured size there are three cases. Up to
+        TOKENS_PER_READ tokens the cost is the cost of the largest measured size, so that these sizes are tried. Up to
+        TRIED_GROWTH times the largest measured size, the line through the last two measured sizes is extended. Beyond
+        this the cost is infinite, so that no step is tried that may take several times as long.
         """
         seconds = self._seconds.get(num_tokens)
         if seconds is None:

@@ -181,7 +181,8 @@ class Engine(StepLoop):
                         yield [Output(request.id, [], len(request.prompt_token_ids), 0, error=error)]
                 if not alive:
                     return
-                if any(group.sequences for group in alive):  # the steps of another caller may have finished all groups
+                # Steps of another caller may already have finished all groups.
+                if any(group.sequences for group in alive):
                     self.step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]

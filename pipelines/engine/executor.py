@@ -63,7 +63,7 @@ class Executor:
         self.device = cache.tensors[0].device
         self.decode_steps: Steps = self.compute
         self.adapted_steps: Steps = self.compute  # on a GPU, decode steps with adapters
-        self.prompt_steps: Steps = self.compute  # separate: the many prompt lengths do not evict decode steps
+        self.prompt_steps: Steps = self.compute  # separate, so that the many prompt lengths do not evict decode steps
         if self.device.type == "cpu":
             max_tokens = int(MAX_RECORDED_BYTES / model.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
@@ -77,7 +77,7 @@ class Executor:
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self.device, with_adapters=True)
 
     def stop_recording(self) -> None:
-        """Compute every step eagerly from now on. A recorded step reads the weights of the time of its recording."""
+        """Compute every step eagerly from now on. A recorded step reads the weights of its recording."""
         self.decode_steps = self.adapted_steps = self.prompt_steps = self.compute
 
     def draft_executor(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":

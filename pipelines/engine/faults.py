@@ -21,8 +21,8 @@ def not_finite() -> UserError:
 def belongs_to_request(error: BaseException) -> bool:
     """Return whether an exception belongs to one request alone.
 
-    Interrupts are not subclasses of `Exception`. A panic in a tokenizer's Rust code is not one either, but it belongs
-    to the text that the tokenizer read.
+    An interrupt, which is not a subclass of `Exception`, does not. A panic in a tokenizer's Rust code is not a subclass
+    of `Exception` either, but belongs to the request whose text the tokenizer read.
     """
     is_shared = isinstance(error, SHARED) or (isinstance(error, RuntimeError) and CPU_MEMORY_ENDED in str(error))
     return (isinstance(error, Exception) and not is_shared) or type(error).__name__ == "PanicException"

@@ -26,10 +26,10 @@ MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 # Allowed between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write
 # endless spaces.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
-NUM_KEPT = 64  # compiled or refused guides
-# Disables forced tokens. If the grammar has only one continuation, any tokens may spell it, and the result does not
-# depend on its length.
-OPTIONS = '%llguidance {"no_forcing": true}'  # the last line of this kind in a grammar counts
+NUM_KEPT = 64  # cached guides, compiled or refused
+# Disables llguidance's forced tokens. If the grammar allows only one text, any tokens may spell the text, and the
+# allowed tokens do not depend on the text's length.
+OPTIONS = '%llguidance {"no_forcing": true}'  # llguidance uses the last %llguidance line of a grammar
 
 
 class Guide:

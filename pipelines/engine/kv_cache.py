@@ -58,8 +58,8 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of blocks that fit `device.kv_cache_memory` (`memory`) with `free` bytes free.
 
-    With `auto` it is at most `wanted_blocks`. `num_ranks` share a size in bytes equally. `num_sharing`: number of these
-    ranks that use this device's memory, and share the free bytes. Raises UserError if the size is less than one block
+    With `auto` it is at most `wanted_blocks`. `num_ranks` ranks share a size in bytes equally. `num_sharing`: number of
+    ranks that share this device's free bytes. Raises UserError if the size is less than one block
     or more than the free bytes.
     """
     one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))

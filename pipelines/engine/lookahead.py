@@ -1,4 +1,4 @@
-"""Launched steps: steps whose outputs are in progress or complete before their input tokens are known on the CPU.
+"""Launched steps. A step can be launched, and even complete, before its input tokens are known on the CPU.
 
 The engine looks ahead by one step: a GPU begins the next decode step while the CPU still receives this step's tokens.
 The tokens stay on the GPU as the next step's inputs. Texts, stops and new requests are handled one step late, and
@@ -33,7 +33,7 @@ class LaunchedStep:
         self.first_rows = _first_rows(plan)
         """Index of each item's first output row. An item has `num_outputs` rows, followed by the rows of its drafts."""
         self.fixed_tokens: dict[tuple[Sequence, int], int | None] = {}
-        """Tokens that are chosen already. Key: the sequence, and its number of tokens before the token."""
+        """Tokens that are chosen already, by sequence and position in the sequence."""
         self.is_confirmed = False
         """Whether the step needs no computation, because an earlier step's accepted drafts have its outputs."""
         self._results = outputs.finite

@@ -8,7 +8,7 @@ from kernels.capture import Graph, capture
 from models.batch import Batch, BatchShape
 from pipelines.engine.steps import StepOutputs, Steps
 
-MAX_COUNTED_SHAPES = 256  # shapes that are counted before they are recorded
+MAX_COUNTED_SHAPES = 256  # maximum number of shapes that are counted but not recorded
 MAX_BYTES = 2**27  # memory of recorded steps: 22 MB for 16 tokens of 1.1 B parameters, 60 kB for 1 token of models/tiny
 
 
@@ -36,7 +36,7 @@ class RecordedSteps:
         self._max_bytes = max_bytes
         self._steps: dict[BatchShape, RecordedStep] = {}  # least recently used first
         self._num_bytes = 0
-        self._times: dict[BatchShape, int] = {}  # how often each shape was computed; the last computed is last
+        self._times: dict[BatchShape, int] = {}  # how often each shape was computed, least recently computed first
         self.can_record = True
         """False after the model did an operation that cannot be recorded."""
 

@@ -196,7 +196,7 @@ class Sequence(SamplingContext):
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     first_output_position: int | None = None
-    """Position of the first token whose output (logits and hidden state) is needed; None: only the last token's is."""
+    """Position of the first token whose output (logits, hidden state) is needed; None: only the last token's output."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks, computed on demand."""
@@ -208,7 +208,7 @@ class Sequence(SamplingContext):
     stop_reason: str | int | None = None
     """The stop string or the token id that ended the sequence."""
     unsent: str | None = None
-    """Text of the last token that the request's sink has not received yet; None: there is no such token."""
+    """Text of the last token; None after the request's sink has received it, and before the first token."""
     drafting: Any = None
     """The proposer's state for this sequence, or None. A fork starts with the same state."""
 
@@ -275,7 +275,7 @@ class Search(Protocol):
         """Return the one sequence that the group restarts with after a preemption."""
 
     def recompute(self, group: "SequenceGroup") -> None:
-        """Prepare to compute all tokens of the group's sequences again, because their keys change."""
+        """Prepare to compute all tokens of the group's sequences again, because the keys of all tokens change."""
 
 
 @dataclass(eq=False)

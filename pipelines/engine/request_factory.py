@@ -201,8 +201,8 @@ def max_blocks(
     A request that needs more than the pool has would wait forever.
     """
     num_tokens = num_prefix_tokens + num_prompt_tokens + params.max_new_tokens
-    # Sequences share the prompt's full blocks. Candidates of contrastive search share all blocks but the one with their
-    # own token.
+    # Sequences share the prompt's full blocks. Candidates of contrastive search share all blocks except
+    # the block with their own token.
     num_shared = (num_tokens - 1 if params.penalty_alpha else num_prefix_tokens + num_prompt_tokens) // block_size
     if long_rope_threshold is not None and num_prompt_tokens <= long_rope_threshold < num_tokens:
         num_shared = 0  # each sequence is computed again without sharing

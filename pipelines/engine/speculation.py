@@ -15,7 +15,7 @@ from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
 class Drafted(NamedTuple):
-    """Drafts of a sequence in a plan. How many are accepted is known when the next plan is made."""
+    """Drafts of a sequence in a plan. The number of accepted drafts is known when the next plan is made."""
 
     sequence: Sequence
     num_tokens: int
@@ -95,7 +95,7 @@ class Speculator:
             return plan
         for proposer in self.proposers.values() if plan.copies else ():
             proposer.copy_blocks(plan.copies)
-        start = self._clock()  # before drafting, whose time must count as a cost
+        start = self._clock()  # before drafting, because the time of drafting is a cost of the step
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):
             return plan

@@ -21,7 +21,7 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-# Number of steps over which a microbatch spreads the token budget of its prompts. The other pipeline stages wait in the
+# A microbatch spreads the token budget of its prompts over this number of steps. The other pipeline stages wait in the
 # first and in the last of these steps.
 MICROBATCH_STEPS = 4
 
@@ -48,7 +48,7 @@ class StepLoop:
 
     @property
     def is_next_computed(self) -> bool:
-        """Whether an earlier step computed the next step's outputs, for drafts that were accepted."""
+        """Whether the next step's outputs are already computed, because an earlier step's drafts were accepted."""
         return self._launched is not None and self._launched.is_confirmed
 
     def cancel(self, group: SequenceGroup) -> None:

@@ -75,7 +75,7 @@ def _possible(ids: list[int], probabilities: list[float]) -> list[int]:
 
 
 def num_candidates(probabilities: list[float], top_p: float) -> int:
-    """Return how many of the most likely tokens reach `top_p` together; 0 if all of them do not."""
+    """Return how many of the most likely tokens reach `top_p` together; 0 if all of them together do not reach it."""
     total = 0.0
     for count, probability in enumerate(probabilities, 1):
         total += probability
@@ -100,8 +100,9 @@ def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], win
 
 
 def drawn(ids: list[int], probabilities: list[float], count: int, number: float) -> int:
-    """Return the first candidate whose cumulative probability reaches `number`; without candidates the most likely
-    token.
+    """Return the first candidate whose cumulative probability reaches `number`.
+
+    Without candidates, return the most likely token.
     """
     total = 0.0
     for token, probability in zip(ids[:count], probabilities, strict=False):

@@ -38,7 +38,7 @@ class RowJob(ABC):
 
     An invalid row becomes an error and does not stop the job.
 
-    It keeps no rows in memory. A subclass defines the files and metrics of its task.
+    The job keeps no rows in memory. A subclass defines the files and metrics of its task.
     """
 
     def __init__(self, executor: RowExecutor, journal: Journal, max_errors: int | None) -> None:
@@ -123,7 +123,8 @@ class RowJob(ABC):
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
         """Yield the rows that the journal lacks.
 
-        Missing rows before the journal's last row are held back until the input's digest of that last row is checked.
+        The journal's last row proves that the input is the same. So rows that are missing before it are yielded only
+        after its digest is compared with the input.
         """
         waiting: list[PromptRow] = []  # at most the rows that were running when the job ended
         num_read = 0

@@ -23,8 +23,8 @@ from conf.errors import UserError
 
 NAME = "journal.jsonl"
 UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # a run folder's default name
-SYNC_S = 1.0  # maximum work, in seconds, that a power failure may cost
-MAX_RUNNING = 2**20  # rows at once: an index above the number of finished rows plus this is invalid
+SYNC_S = 1.0  # maximum work, in seconds, that is lost in a power failure
+MAX_RUNNING = 2**20  # at once: an index above the number of finished rows plus MAX_RUNNING is invalid
 BEGIN_AGAIN = "begin again with predict.resume=none"
 
 SEED = "seed"  # key in the first line, next to the fingerprint
@@ -90,7 +90,7 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError, such as a full or missing disk, into a UserError that says how to resume."""
+        """Convert an OSError in the block, such as a full or missing disk, to a UserError that says how to resume."""
         try:
             yield
         except OSError as error:
@@ -256,9 +256,10 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 
 
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
-    """Return the fingerprint in a journal's first line.
+    """Return the fingerprint in a journal's first line, for comparison with `fingerprint`.
 
-    The drawn seed is included if `fingerprint` names it, as a saved config.yaml does.
+    A journal without a given seed has a drawn seed. If `fingerprint` gives exactly this seed, as a saved config.yaml
+    does, the result has the seed too, so that the two are equal.
     """
     before = {name: value for name, value in header.items() if name != SEED}
     if "decode.seed" in before and before["decode.seed"] is None and _seed_of(header) == fingerprint.get("decode.seed"):
@@ -267,7 +268,7 @@ def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
 
 
 def _seed_of(header: Fingerprint) -> int:
-    """Return the seed of the rows that set none.
+    """Return the seed of the rows that set no seed.
 
     Journals of an earlier version have no seed. For these it is a digest of the first line, so that every run that
     resumes the journal uses the same seed.

@@ -28,7 +28,7 @@ def kept_folder(kind: str) -> Path:
 def only_maker(target: Path) -> Iterator[None]:
     """Let one process at a time make `target`.
 
-    Another process logs that it waits, until this block or its process ends.
+    Any other process logs that it waits, and waits until the block or the block's process ends.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")

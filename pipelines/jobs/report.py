@@ -39,7 +39,9 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hyd
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
 LINE_EVERY_S = 5.0  # interval of progress lines without a terminal
-RECENT_LAYERS = 3  # their mean time estimates the rest; layers that a resumed run only reads are faster
+# The mean time of so many recent layers estimates the remaining time. Earlier layers do not count, because layers that
+# a resumed run only reads are faster.
+RECENT_LAYERS = 3
 
 
 def _process_age_s() -> float | None:
@@ -110,7 +112,8 @@ def reset_peak_memory() -> None:
     gc.collect()
     if not CLEAR_REFS.exists():
         return
-    # glibc keeps freed memory around small blocks that are in use: all of 400 MB in tensors of 256 KB.
+    # glibc does not return freed memory that is next to small blocks in use. Without malloc_trim it keeps all of 400 MB
+    # in tensors of 256 KB.
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
@@ -118,7 +121,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak bytes of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
+    """Return peak bytes: of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
     if device.type == "cuda":
         import torch
 

@@ -32,7 +32,7 @@ class Loaded:
     """Everything that determines a row's results, except its input and its seed."""
     weight_bytes: int
     num_values: int = 0
-    """How many numbers the result of a row has; 0 if it is a text."""
+    """How many numbers the result of a row has; 0 if the result is a text."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class EngineRows(ABC):
     ) -> "EngineRows":
         """Load the model of `run`. Raises UserError if it cannot be loaded, and for settings with which no row can run.
 
-        `rows`: read only for an error message, which names a value that fits them.
+        `rows`: read only for an error message, which names a value that fits the rows.
         """
 
     @abstractmethod

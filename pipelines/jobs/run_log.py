@@ -22,7 +22,7 @@ FILE, ENGINE_FILE = "run.log", "run.engine.log"
 
 
 class RunLog(logging.Handler):
-    """Writes lines to the folder of `open_in`. Earlier lines wait for it: a run that makes no folder leaves no log."""
+    """Writes lines to the folder of `open_in`. Earlier lines stay in memory, so a run without a folder has no log."""
 
     def __init__(self, file: str = FILE) -> None:
         super().__init__(logging.WARNING)

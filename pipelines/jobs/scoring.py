@@ -52,8 +52,8 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
 class Scores:
     """Sums over scored tokens.
 
-    With a reference model also KL(reference || model) of each token in nats, and the number of tokens whose most likely
-    token is equal.
+    With a reference model it also has KL(reference || model) of each token in nats, and the number of tokens for which
+    both models have the same most likely token.
     """
 
     num_tokens: int = 0
@@ -129,7 +129,7 @@ def likelihoods(engine: Engine, windows: list[Window]) -> list[Likelihood]:
 
 
 def _steps(engines: list[Engine], windows: list[Window]) -> Iterator[list[Window]]:
-    """Yield the windows in steps, as many per step as every engine can take of the longest window."""
+    """Yield the windows in steps. Every engine can take so many windows of the maximum length in one step."""
     longest = max(len(window.token_ids) for window in windows)
     at_once = min(engine.num_at_once(longest) for engine in engines)
     if not at_once:
@@ -159,7 +159,7 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
 def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
     """Return the hidden states [R, E] that predict the windows' scored tokens.
 
-    A window's last token predicts no token of it.
+    A window's last token predicts no token of the window, so it is not computed.
     """
     return engine.hidden_states(
         [window.token_ids[:-1] for window in windows], [window.num_scored for window in windows]

@@ -90,7 +90,10 @@ class TextGenerator:
 
 
 def decode_of_row(decode: DecodeConfig, settings: dict[str, Any], seed: int | None) -> DecodeConfig:
-    """Return `decode` with a row's own settings. `seed`: used if neither sets a seed. Raises UserError as `replaced`."""
+    """Return `decode` with a row's own settings. `seed`: used if neither of them sets a seed.
+
+    Raises UserError as `replaced` does.
+    """
     decode = decode.replaced(settings) if settings else decode
     return replace(decode, seed=seed) if decode.seed is None else decode
 

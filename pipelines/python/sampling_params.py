@@ -31,7 +31,10 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((None, []), "tokens are the model's own"),
     "watermarking": ((None, False), "texts have no watermark"),
 }
-"""vLLM's other fields, up to version 0.33: values equal to this engine's behaviour, and why others are refused."""
+"""vLLM's other fields, up to version 0.33.
+
+For each: the accepted values, which equal this engine's behaviour, and why all other values are refused.
+"""
 OF_ITSELF = ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length")
 """Fields that vLLM's own LLM overwrites, or that do not change the output."""
 

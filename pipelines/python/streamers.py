@@ -15,8 +15,9 @@ class Streamer(Protocol):
     """Receives text from a pipeline call while it generates.
 
     A row is one text of the results, in their order: with `n` samples, a prompt has n rows. The pipeline waits for each
-    method, so a method must not wait for another call of the pipeline, which starts after this call. In the thread of
-    the call this raises UserError; in another thread it is not detected.
+    method. A method must not call the same pipeline and wait for the result, because the new call starts only after the
+    current call ends. In the thread of the current call this raises UserError; in another thread the deadlock is not
+    detected.
     """
 
     skip_prompt: bool

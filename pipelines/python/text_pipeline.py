@@ -30,7 +30,7 @@ Result = dict[str, Any]
 class Prepared(NamedTuple):
     row_request: RowRequest
     texts: range
-    """Numbers of its texts, counted over all prompts."""
+    """Indices of the texts of this prompt, counted over all prompts."""
 
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True with a greedy config
@@ -43,9 +43,9 @@ class TextGenerationPipeline:
     num_return_sequences is above 1.
 
     Sampled results have a `seed`. `logprobs` adds `token_ids` and `logprobs` of each text. `prompt_logprobs` adds
-    `prompt_token_ids` and `prompt_logprobs`. Both hold, for each token (of a prompt all but the first), the logprob and
-    rank of it and of the most likely tokens, by id. `engine` runs token ids directly. Concurrent calls from several
-    threads run one after another.
+    `prompt_token_ids` and `prompt_logprobs`. `logprobs` and `prompt_logprobs` have an element for each token, except a
+    prompt's first token. An element has, by token id, the logprob and the rank of the token and of the most likely
+    tokens. `engine` runs token ids directly. Concurrent calls from several threads run one after another.
     """
 
     task = "predict"
@@ -101,8 +101,8 @@ class TextGenerationPipeline:
         """Continue the prompts, and return their results in order.
 
         `prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a
-        dictionary); or a list of these. A generator of prompts is read when the engine has room, and returns an
-        iterator of the results, in order: memory stays constant.
+        dictionary); or a list of these. If `prompts` is a generator, the call returns an iterator of
+        the results, in order. The generator is read when the engine has room, so memory stays constant.
 
         Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False omits the prompt); `streamer`;
         `batch_size` (maximum concurrent sequences); `add_special_tokens`; `chat_template`; `prefix` and `adapter`

@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     neutral_values: tuple[Any, ...] | None = None
     """Values equal to this engine's behaviour, accepted silently; None: any empty value, and auto."""
     is_refused: bool = True
-    """Whether another value is an error. If False it is a warning, because the output does not depend on it."""
+    """True: any other value is an error. False: it is a warning, because the output does not depend on the value."""
 
 
 def _refused(reason: str, names: str) -> dict[str, Answer]:

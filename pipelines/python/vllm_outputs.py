@@ -86,7 +86,7 @@ def request_output(
     eos_token_ids: frozenset[int],
     adapter: str | None,
 ) -> RequestOutput:
-    """Return vLLM's form of a finished request. `tokenizer`: None leaves the texts out. `adapter`: the request's."""
+    """Return vLLM's form of a finished request. `tokenizer`: None: the texts are empty. `adapter`: the request's."""
     completions = []
     for index, completion in enumerate(output.completions):
         steps = completion.logprobs

@@ -41,8 +41,8 @@ def rows_on_ray(kind: "type[EngineRows]", run: RunConfig) -> "Iterator[RowExecut
 def _ray(setting: str) -> Iterator[None]:
     """Context for imports of Ray. Raises UserError if Ray is not installed.
 
-    Ray executes code that reaches its ports, which are open to the network. So a Ray of our own requires a token; a
-    cluster has its own settings. Ray reads these settings at import.
+    Ray executes code that reaches its ports, which are open to the network. So a Ray instance that this process
+    starts requires a token; a cluster has its own settings. Ray reads these settings at import.
     """
     if not os.environ.get("RAY_ADDRESS"):
         os.environ |= {

@@ -1,4 +1,4 @@
-"""This process's connection to Ray: to a cluster, or to a Ray of its own. Importing this module imports Ray."""
+"""This process's connection to a Ray cluster, or to a Ray instance that it starts. This module imports Ray."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from conf.errors import UserError, shortened
 from pipelines.replicas.resources import ResourceSpec
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; it carries only small messages here
-REACH_S = 10.0  # for a connection to the cluster
-PLACE_S = 5.0  # for Ray to assign free resources; if it takes longer, they are in use
+REACH_S = 10.0  # time limit of a connection to the cluster
+PLACE_S = 5.0  # time in which Ray assigns free resources; a longer wait means that they are in use
 
 
 def connect() -> tuple[list[int], list[int]]:

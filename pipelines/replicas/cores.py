@@ -15,7 +15,10 @@ class Cores:
     """
 
     def __init__(self, number: int) -> None:
-        """`number`: of CPUs, adjacent if possible. If too few are free, or if it is 0, all allowed CPUs are shared."""
+        """`number`: number of CPUs, adjacent if possible.
+
+        If too few are free, or if it is 0, all allowed CPUs are shared.
+        """
         allowed = os.sched_getaffinity(0)
         self.cpus: set[int] = set()
         self._names: list[socket.socket] = []

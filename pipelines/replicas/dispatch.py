@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pipelines.jobs.prompts import PromptRow
 
-MAX_LOSSES = 3  # replicas lost with a row before the row is given up
+MAX_LOSSES = 3  # a row is given up after so many replicas were lost while they held it
 ALONE_AFTER = 2  # losses after which a row runs alone, so that it cannot fail other rows
 
 

@@ -21,14 +21,14 @@ class Load(msgspec.Struct, frozen=True):
 
     run: RunConfig
     num_cpus: int
-    """CPUs for the replica alone, if enough are free; 0: share all."""
+    """Number of CPUs that only this replica uses, if enough are free; 0: all CPUs are shared."""
 
 
 class Work(msgspec.Struct, frozen=True):
     """More rows for a replica."""
 
     seed: int | None
-    """Seed of rows that set none."""
+    """Seed of rows that do not set a seed."""
     rows: list[bytes]
 
 
@@ -37,7 +37,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     loaded: Loaded
     replay: str
-    """Digest of everything that decides the rows: fingerprint, code, torch version and CPU instructions."""
+    """Digest of everything that determines the results: fingerprint, code, torch version and CPU instructions."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -97,7 +97,7 @@ class Replica:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self._chunks: OrderedDict[int, None] = OrderedDict()  # the next to be evicted is first
+        self._chunks: OrderedDict[int, None] = OrderedDict()  # in the order of eviction
         self._num_restarts = 0
 
     @property
@@ -122,7 +122,7 @@ class Replica:
     def remember(self, chunks: list[int]) -> None:
         """Add a prompt's chunks.
 
-        Evicts in the order of the prefix cache: least recently used first, ends before beginnings.
+        Evicts in the order of the prefix cache: the least recently used prompt first, and its last chunks first.
         """
         for chunk in reversed(chunks):
             self._chunks[chunk] = None

@@ -18,7 +18,7 @@ class ResourceSpec:
 
     @property
     def num_own_cpus(self) -> int:
-        """CPUs that only this replica should use; 0 if it computes on GPUs."""
+        """Number of CPUs that only this replica should use; 0 if it computes on GPUs."""
         return 0 if self.num_gpus else self.num_cpus
 
     def device(self, device: DeviceConfig, num_ranks: int = 1) -> DeviceConfig:

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 NUM_CALLS = 2  # calls in flight per replica: when one returns, the next is already queued
 MAX_STARTS = 4  # consecutive starts of a replica without a finished row
-WAIT_S = 0.2  # for an answer, between checks for signals
+WAIT_S = 0.2  # maximum wait for an answer between two checks for signals
 BEAT_S = 1.0
-BEGIN_S = 120.0  # for a worker's first beat after it is placed
-BEATS = "beats"  # a worker's second thread, which answers while the first computes
+BEGIN_S = 120.0  # maximum wait for a worker's first beat after the worker is placed
+BEATS = "beats"  # a worker's second thread: it answers `beat` while the first thread computes
 
 
 class Replica:
@@ -41,7 +41,7 @@ class Replica:
         self.calls: list[Any] = []  # in flight, in order
         self.is_ready = False
         self.num_starts = 0  # since the last finished row
-        self._begun: float | None = None  # start of a pending placement; None: placed, or already checked
+        self._begun: float | None = None  # start of the placement; None: `waits` has checked the placement
         self.heard_at: float | None = None  # when its worker last answered or was placed; None: not placed
         self._has_run = False
         self.counts: list[Counts] = []  # latest counts of each worker
@@ -66,7 +66,7 @@ class Replica:
         return self._begun is not None and monotonic() - self._begun >= PLACE_S
 
     def waits(self) -> bool:
-        """Return whether placement is still pending. Returns False from the second call for this worker on."""
+        """Return whether placement is pending. The first call for a worker checks it; later calls return False."""
         is_unknown, self._begun = self._begun is not None, None
         return is_unknown and not self._has_place()
 
@@ -74,7 +74,7 @@ class Replica:
         return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def listen(self) -> None:
-        """Record the time if the worker answered a beat since the last call, or was just placed."""
+        """Record the time if since the last call the worker answered `beat`, or if it is placed now."""
         if ray.wait([self._beat], timeout=0)[0]:
             self.heard_at, self._has_run = monotonic(), True
             if self.heard_at - self._asked_at > BEAT_S:

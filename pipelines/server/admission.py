@@ -21,7 +21,7 @@ class WaitingPrompt:
 
     num_tokens: int
     beat: Beat | None
-    """The engine's last beat before this prompt was sent."""
+    """The last Beat frame that arrived before this prompt was sent."""
 
 
 class Speed:
@@ -38,7 +38,7 @@ class Speed:
         return self._num_tokens / self._seconds if self._num_tokens > 0 else None
 
     def note(self, now: float, num_tokens: int, is_busy: bool) -> None:
-        """Record the token count at a time. `is_busy`: whether prompts wait from now on."""
+        """Record `num_tokens`, the prompt tokens computed so far. `is_busy`: whether prompts wait from now on."""
         if self._last is not None:
             seconds, tokens = now - self._last[0], num_tokens - self._last[1]
             if tokens >= 0:  # the count restarts with a new child process
@@ -102,7 +102,7 @@ class Admission:
             raise self._full("tokens", f"prompts of {waiting} tokens wait")
 
     def wait(self, num_tokens: int) -> WaitingPrompt:
-        """Count a prompt that is sent to the engine as waiting, until `begun`."""
+        """Count a prompt as waiting from now until `begun`. Called when the prompt is sent to the engine."""
         prompt = WaitingPrompt(num_tokens, self._engine.beat)
         self._prompts[prompt] = None
         self._note()
@@ -117,7 +117,8 @@ class Admission:
     def num_waiting_tokens(self) -> int:
         """Number of tokens of the waiting prompts.
 
-        Counts all prompts sent since the last beat, and the latest `beat.num_waiting` prompts sent before it.
+        Counts all prompts sent since the last Beat frame. The frame says that `num_waiting` earlier prompts still
+        wait, so the latest `num_waiting` earlier prompts also count.
         """
         beat = self._engine.beat
         old = [prompt.num_tokens for prompt in self._prompts if prompt.beat is not beat]
@@ -129,7 +130,7 @@ class Admission:
             self._speed.note(self._now(), beat.num_prompt_tokens, bool(self._prompts))
 
     def _wait_s(self) -> float | None:
-        """Return the estimated seconds until the waiting prompts have begun; None without a measured throughput."""
+        """Estimate the seconds until the engine begins the last waiting prompt; None without a measured throughput."""
         speed = self._speed.tokens_per_s
         return self.num_waiting_tokens / speed if speed else None
 

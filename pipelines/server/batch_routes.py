@@ -152,7 +152,7 @@ class Download(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = Headers(scope=scope)
-            if "range" in headers and "if-range" not in headers:  # with if-range, starlette may skip the range
+            if "range" in headers and "if-range" not in headers:  # with if-range, starlette may ignore the range
                 self._check_range(headers["range"], Path(self.path).stat().st_size)
             await super().__call__(scope, receive, Sender(send, self._send_timeout_s).send_message)
         except ReaderStopped:

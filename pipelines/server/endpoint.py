@@ -40,7 +40,7 @@ class Endpoint:
     def __init__(self, url: str, model: str | None, decode: DecodeConfig, is_own: bool = False) -> None:
         """`model`: a model that the server lists; None: the first.
 
-        `is_own`: the run's own server, reached without a proxy.
+        `is_own`: whether it is the run's own server, which is reached without a proxy.
 
         Raises UserError if the server or the model does not exist, and if the key cannot be sent in a header.
         """
@@ -147,7 +147,7 @@ def asked_for(decode: DecodeConfig) -> dict[str, Any]:
 
 
 def delta_of(line: str) -> dict[str, Any] | None:
-    """Return the delta in a line of a streamed answer, which may be empty; None for the end of the stream.
+    """Return the delta in a line of a streamed answer; {} if the line has none, None at the end of the stream.
 
     Raises UserError if the server reports an error, and ValueError, KeyError, TypeError or AttributeError if the line
     does not follow the OpenAI API.

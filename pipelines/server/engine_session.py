@@ -30,7 +30,10 @@ class _InFlightPrompt:
 
 
 class EngineSession:
-    """One HTTP request's access to the engine: `submit`, `accepted`, `deltas`, and always `end`."""
+    """One HTTP request's access to the engine.
+
+    The caller calls `submit`, `accepted` and `deltas` in this order. It calls `end` in every case.
+    """
 
     def __init__(
         self,
@@ -55,11 +58,11 @@ class EngineSession:
 
     @property
     def info(self) -> Ready:
-        """The loaded model, with the limits after the request's soft prefix. Raises ApiError (503) without a model."""
+        """The loaded model, with the limits that the soft prefix leaves. Raises ApiError (503) without a model."""
         return loaded(self._engine).after(self.named.prefix)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
-        """Send prompts to the engine. All prompts sent before must have ended. Raises ApiError (429, 503)."""
+        """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503)."""
         assert all(in_flight.answer.is_over for in_flight in self._in_flight)
         self._in_flight.clear()
         self.dones.clear()
@@ -89,7 +92,7 @@ class EngineSession:
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
         """Yield each delta with the index of its prompt. Raises ApiError (500) if the engine fails.
 
-        A delta is taken only when the caller asks for it. Deltas for slow readers therefore merge while they wait.
+        A delta is taken only when the caller asks for it. If the caller is slow, the waiting deltas are merged.
         """
         while not all(in_flight.answer.is_over for in_flight in self._in_flight):
             await self._news.wait()
@@ -121,7 +124,7 @@ class EngineSession:
         return None
 
     def end(self, reason: str | None = None) -> None:
-        """Cancel all prompts that have not ended. `reason`: of an early end."""
+        """Cancel all prompts that have not ended. `reason`: the reason of an early end."""
         for in_flight in self._in_flight:
             self._begun(in_flight.waiting)
             in_flight.answer.cancel()

@@ -1,6 +1,6 @@
 """Checks that apply to every request: head size, host name, API key, and type, size and arrival time of the body.
 
-Pure ASGI. Every rejection has the shape of its path's API. Every response carries the id of its request.
+Pure ASGI. Every rejection has the format of its path's API. Every response carries the id of its request.
 """
 
 import asyncio
@@ -208,7 +208,7 @@ def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
 
 
 def error_response(error: ApiError, path: str = "") -> JSONResponse:
-    """Return the response for an error, in the shape of the path's API."""
+    """Return the response for an error, in the format of the path's API."""
     return JSONResponse(error.body(path), error.status, error.headers)
 
 

@@ -92,20 +92,20 @@ class Metrics:
         return histogram.labels(self._model)
 
     def _counter(self, name: str, text: str, *labels: str, prefix: str = "vllm") -> Counter:
-        """Return a counter. With further `labels` it has one child per label value."""
+        """Return a counter. With additional `labels` it has one child per label value."""
         counter = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
         return counter if labels else counter.labels(self._model)
 
 
 class _Beats(Collector):
-    """Exposes the engine's last beat."""
+    """Exposes the content of the engine's last Beat frame."""
 
     def __init__(self, engine: RemoteEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current state. All values are 0 before the first beat."""
+        """Yield the current state. All values are 0 before the first Beat frame."""
         beat = self._engine.beat or Beat(0, 0, 0.0, 0, 0, 0, 0.0)
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that run.", beat.num_running),

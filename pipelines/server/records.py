@@ -22,7 +22,10 @@ class Record:
     """Name of the API key."""
     model: str | None = None
     batch: str | None = None
-    """Id of the batch whose line this request is. It yields to all other requests and has no own time limit."""
+    """Id of the batch, if the request is a line of a batch.
+
+    A batch line yields to all other requests and has no time limit.
+    """
     status: int | None = None
     """None if the client disconnected before the response began."""
     began: float = field(default_factory=time.time)

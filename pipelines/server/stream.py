@@ -98,11 +98,11 @@ class Sender:
         await self.send_message({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def send_head(self, headers: list[tuple[bytes, bytes]], status: int = 200) -> None:
-        """Send status and headers. Raises ReaderStopped as `send`."""
+        """Send status and headers. Raises ReaderStopped as `send` does."""
         await self.send_message({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_message(self, message: Message) -> None:
-        """Send an ASGI message. Raises ReaderStopped as `send`."""
+        """Send an ASGI message. Raises ReaderStopped as `send` does."""
         self._is_sending = True
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -112,9 +112,9 @@ async def encode_prompts(chat: Chat, prompts: Sequence[Prompt], encode: Callable
 def encode_text(
     tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, max_tokens: int | None = None
 ) -> list[int]:
-    """Return the token ids that task=predict makes of a prompt.
+    """Return the same token ids as task=predict for this prompt.
 
-    Raises ApiError if the text certainly has more than `max_tokens` tokens.
+    Raises ApiError, before encoding, if the text must have more than `max_tokens` tokens.
     """
     tokenizer = _tokenizer(tokenizer, "prompt")
     if max_tokens is not None and (least := tokenizer.least_tokens(text)) > max_tokens:

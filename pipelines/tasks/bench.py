@@ -96,7 +96,8 @@ def decode_config(decode: DecodeConfig, size: int) -> DecodeConfig:
         )
     speculation, speculate = decode.speculation, decode.speculate
     alone = replace(speculation, shared=False)
-    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # an unused setting causes a warning
+    # If `shared` has no effect with this `speculate`, setting it would only cause a warning.
+    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):
         speculation = alone
     return replace(
         decode,
@@ -151,7 +152,8 @@ class Round:
     num_prompt_tokens: int  # of all rows
     first_token_s: list[float]  # per row
     step_s: list[float]  # of each step in which every row gets tokens
-    token_s: list[float]  # of each of these steps, per token of a row: with draft tokens a step returns several
+    # Each of these steps' time per token of a row. With draft tokens a step returns several tokens of a row.
+    token_s: list[float]
     total_s: float
 
 
@@ -208,7 +210,9 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.executor.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
-    steps = rounds[-1].step_s  # the bandwidth, measured next, varies within seconds on a busy machine
+    # The last round is closest in time to the measurement of the bandwidth. On a busy machine the bandwidth varies
+    # within seconds.
+    steps = rounds[-1].step_s
     bandwidth = memory_bandwidth(engine.device)
     share, unknown = None, "there was no step in which every row got a token"
     if steps:

@@ -26,7 +26,7 @@ class Conversion:
     """A source, and the tensors that are written. A tensor is computed when it is read."""
 
     checkpoint: Checkpoint
-    """It opens `files` as its weights."""
+    """The source's checkpoint, except that its weights are `files`."""
     model: CausalLM
     """On the meta device."""
     files: list[WeightFile]
@@ -61,7 +61,7 @@ def open_conversion(options: ModelConfig, config: ConvertConfig, source: ModelSo
 def _open(
     options: ModelConfig, config: ConvertConfig, source: ModelSource
 ) -> tuple[CausalLM, list[WeightFile], tuple[str, ...]]:
-    """Return the model on the meta device, its files, and suffixes of tensor names in them that are not parameters.
+    """Return the model on the meta device, its files, and the name suffixes of tensors that are not parameters.
 
     A quantised model keeps the layers of its files. Raises UserError for settings that need a float model.
     """

@@ -53,7 +53,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _print(metrics, target, output_dir)
 
 
-REMEDIES = {  # if the remedy is not to leave the setting out
+REMEDIES = {  # for settings whose remedy is not "leave it out"
     "model.dtype": "give convert.dtype",
     "model.tokenizer": "its files are copied as they are",
     "quant.scheme": "give task=quantize",

@@ -18,9 +18,9 @@ from pipelines.engine.batch import prompt_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 RANKS = [(3, 0), (3, 2)]
-"""Ranks of a layer's two adapters, for alternate layers.
+"""Ranks of the two adapters, for alternate layers.
 
-In every other layer the second adapter has rank 0, so no effect.
+In every second layer the second adapter has rank 0, so it has no effect.
 """
 
 

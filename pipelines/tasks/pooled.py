@@ -1,4 +1,4 @@
-"""Shared code of `task=embed` and `task=score`: a row becomes a pooled request, its numbers a row of results."""
+"""Shared code of `task=embed` and `task=score`: a row becomes a pooled request, whose numbers become a result row."""
 
 import time
 from abc import abstractmethod

@@ -37,7 +37,8 @@ ANSWERS = ("no", "yes")
 class Scorer(Pooler):
     """Computes scores from rows.
 
-    A label head gives its outputs for the last token, a vocabulary head the probability of yes against no.
+    With a label head the scores are the head's outputs for the last token. With a vocabulary head the score is the
+    probability of yes against no.
     """
 
     head = None

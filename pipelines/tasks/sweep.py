@@ -46,8 +46,8 @@ MAIN = {  # metric: name, unit, factor
 }
 PER_TASK = "tasks."  # metrics of lm_eval: all are shown, unscaled
 PEAK_MEMORY = "peak_memory_bytes"
-# The picture plots the first SPEED metric of the jobs over the first two of OVER, and the first QUALITY metric over the
-# weight bytes.
+# The picture plots the first SPEED metric that the jobs have over the first two OVER metrics that they have, and the
+# first QUALITY metric over the weight bytes.
 SPEED = ("decode_tokens_per_s", "tokens_per_s", "prefill_tokens_per_s")
 OVER = (PEAK_MEMORY, "accuracy", "perplexity")
 QUALITY = ("perplexity", "accuracy")

@@ -99,7 +99,7 @@ class ModelProposer(Proposer):
         cached: CachedTokens | None = sequence.drafting
         if cached:
             num_tokens = cached.num_matching(sequence.token_ids)
-        else:  # a new row, which may share blocks of an earlier row
+        else:  # a new row; its blocks may be shared with an earlier row
             blocks = list(zip(sequence.block_table, sequence.block_hashes, strict=False))
             first = sequence.prefix.num_tokens // self._block_size
             changed = (i for i in range(first, len(blocks)) if self._hashes.get(blocks[i][0]) != blocks[i][1])

@@ -17,7 +17,8 @@ from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
 from pipelines.engine.scheduler import Scheduled
 
-MAX_WAITING = 16  # tokens of a row that wait for its next draft: a CPU reads each weight once for so many tokens
+# Maximum tokens of a row that wait for its next draft. A CPU reads each weight only once for up to this many tokens.
+MAX_WAITING = 16
 
 
 class WaitingHidden(NamedTuple):
@@ -38,13 +39,15 @@ class MtpProposer(Proposer):
         self._executor = executor
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        executor.run(ClearAhead())  # rows of other proposers leave gaps in their blocks, which may be shared
+        # The layer does not compute rows of other proposers. Later rows can share the blocks of these rows, and must
+        # not read uninitialised memory.
+        executor.run(ClearAhead())
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
         """Keep hidden states [T, E] until the next draft. If too many wait, the layer computes the earlier ones.
 
-        Hidden states that wait when a row ends or is preempted are not computed: rows that reuse its blocks get worse
-        drafts.
+        Hidden states that still wait when a row ends or is preempted are never computed. Rows that share the blocks of
+        this row then get worse drafts.
         """
         waiting = [self._num_waiting(item.sequence, item.start) for item, _ in computed]
         num_tokens = sum(waiting) + sum(len(hidden) for _, hidden in computed)
@@ -76,9 +79,9 @@ class MtpProposer(Proposer):
         return count if waiting is not None and 0 < count <= len(waiting.hidden) else 0
 
     def _compute(self, parts: list[tuple[Sequence, int]]) -> Tensor:
-        """Compute the waiting hidden states of sequences up to these positions.
+        """Run the layer on the waiting hidden states of each sequence, up to the given position.
 
-        Returns hidden states [S, E] of the last position of each.
+        Returns the layer's hidden states [S, E] of the last position of each sequence.
         """
         new, hidden = [], []
         for sequence, end in parts:

@@ -1,5 +1,6 @@
-"""N-gram drafts: copies of the tokens that followed an earlier occurrence of the last tokens, in the row's prediction, in
-the row itself or in finished rows.
+"""N-gram drafts: copies of the tokens that followed an earlier occurrence of the last tokens.
+
+The earlier occurrence is in the row's prediction, in the row itself or in a finished row.
 
 The method is prompt lookup (Saxena 2023) and llama.cpp's lookup decoding. The cost per token does not depend on the
 text's length.
@@ -79,8 +80,10 @@ class NgramProposer(Proposer):
             self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
 
     def _from_prediction(self, sequence: Sequence, prediction: list[int], last: list[int], most: int) -> list[int]:
-        """Return the continuation in the prediction: after the output if the prediction starts with it, else after the
-        last tokens.
+        """Return the continuation in the prediction.
+
+        If the prediction starts with the output, it is the text after the output. Otherwise it is the text after the
+        latest occurrence of the last tokens.
         """
         num_output_tokens = sequence.num_output_tokens
         if prediction[:num_output_tokens] == sequence.output_token_ids:
@@ -101,7 +104,7 @@ class NgramProposer(Proposer):
 
 
 def _shares(settings: SpeculationConfig) -> bool:
-    """Return whether a row may copy from other rows: not if its tokens would depend on them."""
+    """Return whether a row may copy from other rows. It may not if its tokens would then depend on the other rows."""
     return settings.shared and settings.order is DraftOrder.longest and settings.acceptance is Acceptance.exact
 
 
@@ -109,8 +112,8 @@ def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
     """Return the draft of PaddleNLP's method (`ngram_match.cc` of inference_with_reference).
 
     For n from `max_ngram` down to 1: find the first occurrence of the output's last n tokens in the prompt, and copy
-    the tokens after it, clipped at the prompt's end. If the prompt does not contain them, search the output in the same way;
-    here the output starts with the prompt's last token and excludes its own last token.
+    the tokens after it, clipped at the prompt's end. If the prompt does not contain them, search the output in the same
+    way. The searched output starts with the prompt's last token and does not include the last output token.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     output = sequence.token_ids[sequence.num_prompt_tokens - 1 :]

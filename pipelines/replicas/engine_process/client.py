@@ -66,7 +66,7 @@ class Answer:
     """One request in flight. A caller that abandons it calls `cancel`."""
 
     def __init__(self, client: "EngineClient", submit: Submit | SubmitPooled, news: asyncio.Event) -> None:
-        """`news` is set when `take` has an item, and at the end of the request."""
+        """`news`: an event that is set when `take` has an item, and at the end of the request."""
         self._client = client
         self.submit = submit
         self._seed: int | None = None
@@ -148,7 +148,7 @@ class EngineClient:
         self.info: Ready | None = None
         """None while the model loads, also during a restart."""
         self.beat: Beat | None = None
-        """The last beat of the child."""
+        """The last Beat frame of the child."""
         self.num_restarts = 0
         self._run = run
         self._config = run.serve
@@ -315,8 +315,8 @@ class EngineClient:
     def _watch(self) -> None:
         """Restart the stall timer: the time in which the child must send a frame while requests are in flight.
 
-        The limit is split into two waits. If the event loop itself was blocked, it reads the frames that have arrived
-        before the second wait ends.
+        The limit is split into two waits. If the event loop itself was blocked during the first wait, the second wait
+        gives it time to read the frames that have arrived.
         """
         loop = asyncio.get_running_loop()
         self._heard_s, self._is_late = loop.time(), False
@@ -324,7 +324,7 @@ class EngineClient:
             self._stall = loop.call_later(self._config.stall_s / 2, self._waited)
 
     def _waited(self) -> None:
-        """Check whether a wait is over. One timer serves all frames: one per frame would cost more than reading it."""
+        """Check whether a wait is over. One timer serves all frames: a timer per frame costs more than reading it."""
         self._stall = None
         if not self._answers or self._child is None:
             return

@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     context_length: int
     vocab_size: int
     fingerprint: str | None
-    """Covers everything that determines an answer except the request and its seed.
+    """Identifies everything that determines an answer except the request and its seed.
 
     None if the bits of an answer depend on more, as on a GPU.
     """
@@ -80,12 +80,12 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     final_token_id: int | None = None
     """Token that ends the prompt of an embedding if the input is a text."""
     max_text_tokens: int | None = None
-    """Length to which this prompt is truncated, with the final token; None: a prompt that is too long is rejected."""
+    """Maximum tokens of this prompt, including the final token: a longer prompt is truncated; None: it is rejected."""
     prefixes: dict[str, int] = {}
     """Number of virtual tokens of each soft prefix, by name."""
 
     def after(self, prefix: str | None) -> "Ready":
-        """Return the limits that hold for prompts after a soft prefix. The prefix takes some of the context length."""
+        """Return a copy with the limits for prompts after a soft prefix. The prefix takes some of the context."""
         num_places = self.context_length - (0 if prefix is None else self.prefixes[prefix])
         most = None if self.max_text_tokens is None else min(self.max_text_tokens, num_places)
         return msgspec.structs.replace(self, context_length=num_places, max_text_tokens=most)

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 from pipelines.replicas.engine_process.frames import Delta, Logprob
 
-MAX_CHUNKS_PER_S = 1000  # of all streams; one costs the HTTP process about 100 us, and a client about as much
-PAUSE_S = 0.0015  # minimum time between two chunks of a stream; readers do not benefit from a shorter one
+MAX_CHUNKS_PER_S = 1000  # of all streams; a chunk costs the HTTP process about 100 us, and a client about as much
+PAUSE_S = 0.0015  # minimum time between two chunks of a stream; readers do not benefit from a shorter time
 
 
 class Gate:
     """Holds deltas of streams. Deltas of the same sample are merged.
 
-    The gate opens often enough for one chunk per stream within MAX_CHUNKS_PER_S, but at most every PAUSE_S. The first
-    tokens and the end of a sample pass at once.
+    Each opening lets one chunk per stream pass. The gate opens as often as MAX_CHUNKS_PER_S allows, but at most once
+    per PAUSE_S. The first tokens and the end of a sample pass at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

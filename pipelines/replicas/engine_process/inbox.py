@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pipelines.replicas.engine_process.frames import Submit, SubmitPooled
 
-TURN_S = 0.02  # time to check requests before the next step; a long prompt takes about 1 ms
-PATIENCE_S = 0.002  # wait for preparations before the next step; settings that were used before need less
+TURN_S = 0.02  # time limit for checking requests before the next step; a long prompt takes about 1 ms
+PATIENCE_S = 0.002  # maximum wait for preparations before the next step; settings that were used before need less
 SLOW = ("guide", "bad_words")  # settings whose preparation may take a second
 
 

@@ -73,7 +73,8 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     else:
         decode = engine.requests.resolve(_sampled(decode, engine.config.decode_defaults))
         engine.requests.check(decode)
-        with suppress(UserError):  # no guides; else this prepares their vocabulary before the first request
+        # Prepares the vocabulary of guides before the first request. The error means that guides are not available.
+        with suppress(UserError):
             engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
     more = {} if embedder is None else {"embed": embedder.settings}
     fingerprint = answer_fingerprint(replace(run, decode=decode), source, engine, more)
@@ -89,7 +90,7 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
 
 
 def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, embedder: Embedder | None = None) -> Ready:
-    """Return the Ready frame of a loaded model. `decode`: resolved. `fingerprint`: as of `answer_fingerprint`."""
+    """Return the Ready frame of a loaded model. `decode`: resolved. `fingerprint`: from `answer_fingerprint`."""
     settings = {} if embedder is None else embedder.settings
     return Ready(
         context_length=engine.config.context.num_tokens,

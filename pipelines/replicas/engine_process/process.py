@@ -85,7 +85,7 @@ class EngineProcess:
         self._num_steps = [0] * (len(STEP_TOKENS) + 1)  # as in Beat
         self._num_step_tokens = 0
         self._beat_s = 0.0
-        self._is_told = False  # whether the last beat shows the current state
+        self._is_told = False  # whether the last Beat frame shows the current state
 
     def serve(self) -> None:
         """Serve requests until the other end of the channel closes. Raises UserError for bytes that are not a frame."""
@@ -157,7 +157,7 @@ class EngineProcess:
         return put
 
     def _admit_background(self) -> None:
-        """Queue background requests, at most half of all requests (at least one), while no other request waits."""
+        """Queue background requests while no other request waits: up to half of `max_num_requests`, at least one."""
         engine, most = self._engine, self._engine.config.max_num_requests
         while self._background and all(group.request.is_background for group in engine.waiting):
             groups = [*engine.running, *engine.waiting]
@@ -182,7 +182,7 @@ class EngineProcess:
         self._is_told = False
 
     def _tell_begun(self) -> None:
-        """Report the requests that the next step may be the first to compute, in case the step crashes the process."""
+        """Report the requests that the next step may begin to compute, because the step may crash the process."""
         engine = self._engine
         num_free = engine.config.max_num_requests - len(engine.running)
         groups = [*engine.running, *islice(engine.waiting, num_free)]

@@ -10,17 +10,19 @@ import msgspec
 from pipelines.replicas.engine_process.frames import Submit, SubmitPooled
 
 MAX_CRASHES = 2  # number of crashes after which a request is rejected
-FORGOTTEN_S = 3600.0  # time since the last crash; another request may have caused it
+# A suspect is forgotten this long after its last crash, because another request may have caused the crash.
+FORGOTTEN_S = 3600.0
 MAX_SUSPECTS = 4096
 
 
 class Suspects:
-    """Counts the crashes that each request was part of, by the request's digest."""
+    """Counts, by the request's digest, the crashes at which each request was in progress."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: returns seconds."""
         self._clock = clock
-        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # number, time of the last
+        # number of crashes, time of the last crash
+        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def crashed(self, submits: Iterable[Submit | SubmitPooled]) -> None:
         """Count a crash for each of these requests. Copies of the same request count once."""

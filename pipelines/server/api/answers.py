@@ -54,7 +54,10 @@ class AnswerInfo:
     model: str
     seed: int
     system_fingerprint: str | None
-    """Identifies, with the body and the seed, the bits of the answer. None if the bits depend on more."""
+    """The fingerprint, the request body and the seed together determine every bit of the answer.
+
+    None if the bits depend on more.
+    """
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return vars(self) | {"choices": choices} | more
@@ -152,7 +155,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, step: Logprob) -> dict[str, float]:
-        """Return the most likely tokens and the chosen one, best first. If tokens have equal text, the best is kept."""
+        """Return the most likely tokens, best first, then the chosen token. Equal texts are listed once."""
         top: dict[str, float] = {}
         for token_id, logprob in [*step.top[: self._num_top], (step.token_id, step.logprob)]:
             top.setdefault(self._texts.text(token_id), _finite(logprob))

@@ -24,7 +24,7 @@ ONE_BY_ONE = {  # body fields that rows do not support
     "add_special_tokens": "give predict.add_special_tokens",
 }
 RUNS_OWN = {"max_new_tokens": "the run's"}
-"""Source of the default length: the run's setting."""
+"""The default length of an answer is the run's setting."""
 
 
 class RefusedLine(UserError):

@@ -113,7 +113,8 @@ class Chat:
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
         """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
 
-        `max_tokens`: a prompt that certainly has more tokens is rejected before encoding; None: no limit.
+        `max_tokens`: a prompt that must have more tokens, because of its length, is rejected before encoding; None: no
+        limit.
         """
         num_chars = len(request.model_dump_json(exclude_none=True))
         return await self.in_thread(num_chars, self.prompt, request, max_tokens)

@@ -13,7 +13,7 @@ from pipelines.server.api.errors import ApiError, bad_request, too_long
 from pipelines.server.api.requests import Body, Name, Prompt, PromptIds, listed_prompts
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
-IN_ENGINE = 64  # inputs of a request that the engine has at a time, so that other requests proceed
+IN_ENGINE = 64  # maximum inputs of one request in the engine at a time, so that other requests proceed
 Inputs: TypeAlias = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -41,7 +41,7 @@ class EmbeddingRequest(Body):
 def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[int]:
     """Return the token ids of a text, equal to the token ids of `task=embed`.
 
-    Raises ApiError if the server has no tokenizer or the text is certainly too long.
+    Raises ApiError if the server has no tokenizer, and, before encoding, if the text must have too many tokens.
     """
     if tokenizer is None:
         raise bad_request("the server has no tokenizer: give token ids as input", "input")

@@ -24,7 +24,7 @@ ANTHROPIC_TYPES = {
 
 
 SCHEMA_OF_TOOL = r"(tools\[\d+\])\.function\.parameters"
-"""Location of a tool's argument schema in a chat request, in messages and in field names."""
+"""Matches the location of a tool's argument schema in a chat request. Messages and `param` contain this location."""
 
 
 class ApiError(Exception):
@@ -55,7 +55,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Return the error with the field names of another API. `names`: maps a chat request's field names to them."""
+        """Return the error with the field names of another API. `names`: the other API's name by chat request field."""
         name = re.split(r"\W", self.param or "")[0]
         message = self.message.replace(name, names[name]) if name in names else self.message
         message = re.sub(r"\b(\w+)(?=[=[])", lambda match: names.get(match[1], match[1]), message)

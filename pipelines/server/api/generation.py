@@ -46,17 +46,17 @@ def named(config: ModelConfig, model: str) -> Named:
 
 
 class Choice:
-    """One continuation of a prompt: its length so far, and the part that a resuming client has."""
+    """One continuation of a prompt: its length so far, and the part that a resuming client already has."""
 
     def __init__(self, had: tuple[int, int]) -> None:
-        """`had`: numbers of tokens and characters, as in StreamCursor."""
+        """`had`: numbers of tokens and characters that the client already has, as in StreamCursor."""
         self.num_tokens = 0
         self.num_chars = 0
         self.is_new = had == (0, 0)
         self._tokens_had, self._chars_had = had
 
     def divide(self, delta: Delta) -> tuple[ChoiceText, ChoiceText]:
-        """Split a delta into the part that the client has and the rest."""
+        """Split a delta into the part that the client already has and the rest."""
         tokens = max(0, self._tokens_had - self.num_tokens)
         chars = max(0, self._chars_had - self.num_chars)
         self.num_tokens += len(delta.token_ids)
@@ -128,7 +128,7 @@ class Generation:
         return refusal(message, self.request)
 
     def take(self, prompt: int, delta: Delta) -> tuple[int, ChoiceText, ChoiceText]:
-        """Count a delta. Return the index of its choice, the part that the client has, and the rest."""
+        """Count a delta. Return the index of its choice, the part that the client already has, and the rest."""
         index = prompt * self.num_samples + delta.sample
         self.num_generated += len(delta.token_ids)
         return index, *self.choices[index].divide(delta)

@@ -30,7 +30,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "content": {"type": "text", "text": ""},
     "reasoning_content": {"type": "thinking", "thinking": "", "signature": ""},
 }
-"""First content of a block, by the field of a delta."""
+"""Initial content of a block, by the field of the chat delta that opens the block."""
 
 
 class Block(Shape):
@@ -242,7 +242,7 @@ class MessageWriter:
         self._chat = chat
         self._num_blocks = 0
         self._open: str | None = None
-        """Field of the block that is open."""
+        """The chat delta's field that opened the current block; None: no block is open."""
         self._ending: dict[str, Any] = {}
 
     def body(self, choices: list[ChoiceText]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pipelines.server.api.errors import bad_request, not_allowed
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
-LEAST_SHARE = 1e-9  # replaces top_p=0: below the probability of any most likely token, so that only this token is kept
-MAX_FIELDS = 100  # of an object with known fields; each unknown field would be an error of its own
+# Replaces top_p=0. The most likely token always has a higher probability, so only this token is kept.
+LEAST_SHARE = 1e-9
+MAX_FIELDS = 100  # of an object with known fields; without this limit each unknown field would cause a separate error
 MAX_PARTS = 1024  # of a message content
 MAX_DEPTH = 64  # of JSON whose schema is not known here
 TEXTS_ONLY = "this server reads and writes only text: leave it out"

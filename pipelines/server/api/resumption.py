@@ -13,7 +13,7 @@ PLACE = re.compile(
 
 @dataclass(frozen=True)
 class StreamCursor:
-    """The position up to which a client has a stream.
+    """The position up to which a client has received a stream.
 
     Its text form is an event id: `fingerprint.seed.tokens:characters-...`.
     """
@@ -21,7 +21,7 @@ class StreamCursor:
     fingerprint: str
     seed: int
     had: tuple[tuple[int, int], ...]
-    """For each choice the number of tokens, and the number of characters that these tokens complete."""
+    """For each choice: the number of received tokens, and the number of characters that these tokens complete."""
 
     def __str__(self) -> str:
         return f"{self.fingerprint}.{self.seed}.{'-'.join(f'{tokens}:{chars}' for tokens, chars in self.had)}"
@@ -32,7 +32,8 @@ def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int 
 
     `fingerprint`: the server's. `seed`: the request's, or None.
 
-    Raises ApiError: 400 for an invalid cursor or another request's, 412 if this server would not reproduce the answer.
+    Raises ApiError: 400 if the cursor is invalid or belongs to another request, 412 if this server would not reproduce
+    the answer.
     """
     match = PLACE.fullmatch(text)
     if match is None or int(match["seed"]) >= 2**64:

@@ -31,7 +31,7 @@ SAME = {
     "cache_salt": "cache_salt",
     "length_penalty": "length_penalty",
 }
-"""Request fields whose values are copied to the setting of this name."""
+"""Name of the setting by name of the request field. The value is copied unchanged."""
 
 SETTING = re.compile(r"decode\.(\w+)")
 UNNAMED = {
@@ -41,11 +41,11 @@ UNNAMED = {
     "prompt and new tokens are": "max_new_tokens",
     "the request has": "n",
 }
-"""Settings to blame for engine messages that name no setting, by the beginning of the message."""
+"""Some engine messages name no setting. This is the setting that caused the error, by the message's beginning."""
 GUIDES = {"json_schema": "json", "lark": "grammar"}
 """Names of guide kinds in structured_outputs, where they differ from DecodeConfig's."""
 OF_PROMPT = ("prompt token id", "the prompt has no tokens")
-"""Beginnings of engine messages that blame the prompt."""
+"""Beginnings of engine messages about the prompt."""
 
 
 def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
 
 
 def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
-    """Return the fault of the best-fitting alternative, and all faults of the same field and kind, itself included."""
+    """Return the fault of the best-fitting alternative, and all faults of its field and type, including this one."""
     excluded = {fault.loc[:-1] for fault in faults if fault.is_of_another_alternative}
     inner = [fault for fault in faults if not _is_outer(fault, faults)]
     fitting = [fault for fault in inner if not any(fault.loc[: len(prefix)] == prefix for prefix in excluded)]
@@ -92,7 +92,7 @@ def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 
 
 def _is_outer(fault: Fault, faults: Iterable[Fault]) -> bool:
-    """Return whether a fault only rejects the type of a value inside which another alternative found a fault."""
+    """Return whether a fault rejects a value's type, although another alternative has a fault inside this value."""
     prefixes = (fault.path + ".", fault.path + "[")
     is_outer = any(inner.path.startswith(prefixes) for inner in faults)
     return is_outer and (fault.wants_another_type or fault.type == "literal_error")
@@ -105,14 +105,14 @@ def _progress(fault: Fault) -> tuple[bool, int, list[int], bool]:
 
 
 def _any_of(expected: Iterable[str]) -> str:
-    """Return quoted names, given singly or as lists, as one list with "or"."""
+    """Join names with commas and "or". An item of `expected` is one quoted name or a list of quoted names."""
     names = list(dict.fromkeys(re.findall(r"'[^']*'|\S+", " ".join(text.replace(" or ", ", ") for text in expected))))
     names = [name.strip(",") for name in names if name.strip(",")]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
-    """Return a location in API notation, without the steps that name a union's alternative instead of a key."""
+    """Return a location in API notation. Steps that name a union's alternative are omitted: they are not keys."""
     path = ""
     for i, step in enumerate(loc):
         is_last = i == len(loc) - 1
@@ -126,6 +126,6 @@ def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
 
 
 def _is_key(step: str, body: Mapping[str, Any], is_last: bool) -> bool:
-    """Return whether a step is a key of the body, and not the `type` or `role` that names a union's alternative."""
+    """Return whether a step is a key of the body. A `type` or `role` that names a union's alternative is no key."""
     is_tag = step in (body.get("type"), body.get("role")) and not isinstance(body.get(step), dict | list)
     return step in body and (is_last or not is_tag)

@@ -26,7 +26,7 @@ class Writer(Protocol):
     """Writes one answer, as a body or as events."""
 
     def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole answer. `said`: the complete output of each choice."""
+        """Return the whole answer. `choices`: the complete output of each choice."""
         ...
 
     def begin(self) -> list[Event]:
@@ -34,7 +34,10 @@ class Writer(Protocol):
         ...
 
     def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
-        """Return the events for the next part of a choice. `known`: the part that a resuming client has."""
+        """Return the events for the next part of a choice.
+
+        `received`: the part that a resuming client already has. `remaining`: the rest.
+        """
         ...
 
     def end(self) -> list[Event]:
@@ -70,7 +73,7 @@ class ChatWriter:
         return generation.info.body(bodies, usage=self._usage(), **more)
 
     def begin(self) -> list[Event]:
-        """Return a chunk with the role for each choice of which the client has nothing."""
+        """Return a chunk with the role for each choice of which the client has received nothing."""
         first = {"role": "assistant", "content": ""}
         new = [index for index, choice in enumerate(self.generation.choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, first, None)]) for index in new]
@@ -156,7 +159,7 @@ class CompletionWriter:
         return self.generation.info.body(bodies, usage=self.generation.usage())
 
     def begin(self) -> list[Event]:
-        """Return a chunk with the echoed prompt for each choice of which the client has nothing."""
+        """Return a chunk with the echoed prompt for each choice of which the client has received nothing."""
         choices = self.generation.choices if self._request.echo else []
         new = [index for index, choice in enumerate(choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, ChoiceText(self._echoed(index)))]) for index in new]
@@ -178,7 +181,7 @@ class CompletionWriter:
         return Event(error.body())
 
     def _without_unrequested_token(self, choice: ChoiceText) -> ChoiceText:
-        """Return the output that the client gets. With max_tokens=0 the engine's single token is dropped."""
+        """Return the output for the client. With max_tokens=0 the engine generates one token, which is dropped here."""
         if self._request.max_tokens != 0:
             return choice
         self.generation.num_generated = 0
@@ -210,7 +213,7 @@ class CompletionWriter:
         return body
 
     def _echoed(self, index: int) -> str:
-        """Return the prompt's text that begins a choice, as the request wrote it."""
+        """Return the prompt's text, with which a choice begins if the request sets `echo`; else an empty text."""
         if not self._request.echo:
             return ""
         prompt = self._request.prompts[index // self.generation.num_samples]
@@ -230,7 +233,7 @@ def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[
 
 
 def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: MessageReader) -> int:
-    """Return the number of tokens from the first to the last reasoning token. `reader`: new, fed token by token."""
+    """Return the number of tokens from the first to the last reasoning token. `reader` has read nothing yet."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
     written[-1] += reader.end()

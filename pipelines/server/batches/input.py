@@ -72,7 +72,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
 
 
 def _fault(line: bytes, number: int, endpoint: str, custom_ids: set[str]) -> dict[str, Any] | None:
-    """Return the error of a line, or None. Adds the line's custom_id to `known`."""
+    """Return the error of a line, or None. Adds the line's custom_id to `custom_ids`."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):

@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 WINDOW_S = DAY_S
 MAX_UNFINISHED = 100  # per key
-PAUSE_S = 1.0  # before a line is retried because no engine was available
-RETRY_S = 30.0  # before a job is retried after a disk error
+PAUSE_S = 1.0  # pause before a line is retried because no engine was available
+RETRY_S = 30.0  # pause before a job is retried after a disk error
 SWEEP_S = 600.0
 PASSING = ("loading", "engine_gone", "draining")  # error codes after which a line is retried
 ENDED = ("completed", "failed", "expired", "cancelled")
-UNDONE = {  # errors of lines that were not run, by the batch's end
+UNDONE = {  # error messages for lines that were not run, by the batch's final status
     "expired": "the batch's time was over before this line was run",
     "cancelled": "the batch was cancelled before this line was run",
 }
@@ -69,12 +69,12 @@ class BatchJob:
     output_kept_s: int = KEPT_S
     status: str = "validating"
     times: dict[str, int] = field(default_factory=dict)
-    """Time at which the batch entered each later status."""
+    """Time at which the batch entered each status after the first."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     """Errors of an input file that cannot be run."""
     total: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    """Numbers of `completed` and `failed` lines."""
+    """Number of lines by outcome: `completed` or `failed`."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 
@@ -128,7 +128,8 @@ class BatchJobs:
         self._max_line = max_line
         self._clock = clock
         self._places = asyncio.Semaphore(max_running)  # first in, first out, so that batches progress concurrently
-        self._alone = asyncio.Lock()  # lines that ran at a crash of the engine run one at a time: one may be the cause
+        # Lines that were running when the engine crashed are retried one at a time, because one may be the cause.
+        self._alone = asyncio.Lock()
         self._disk = ThreadPoolExecutor(1, "batches")  # serializes all journal operations
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.send: Send | None = None
@@ -286,7 +287,10 @@ class BatchJobs:
         batch.counts[name] = batch.counts.get(name, 0) + 1
 
     async def _reply(self, batch: BatchJob, body: dict[str, Any]) -> Reply:
-        """Return the reply to a line. If the engine ends, the line is retried, and alone if it was running then."""
+        """Return the reply to a line. If the engine is not available, the line is retried.
+
+        A line that was running when the engine ended is retried alone.
+        """
         assert self.send
         is_suspect = False
         while True:
@@ -298,14 +302,15 @@ class BatchJobs:
             await asyncio.sleep(PAUSE_S)
 
     def _write_files(self, batch: BatchJob, journal: Journal, path: Path, end: str) -> None:
-        """Write the output and error files, then the batch's end. Lines that were not run get an error.
+        """Write the output and error files, then save the final status `end`. Lines that were not run get an error.
 
         Raises OSError and UserError.
         """
         for line in _undone(path, journal):
             _append(journal, line, error_line(_line_id(batch, line), line.custom_id, f"batch_{end}", UNDONE[end]))
         counts = dict(Counter(_outcome(record) for record in journal.records()))
-        ended = replace(batch, counts=counts, times=dict(batch.times))  # the end is visible only after it is saved
+        # Clients see the final status only after it is saved.
+        ended = replace(batch, counts=counts, times=dict(batch.times))
         for outcome, name in (("completed", "output"), ("failed", "error")):
             if not counts.get(outcome):
                 continue

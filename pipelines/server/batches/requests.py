@@ -31,7 +31,9 @@ class BatchRequests:
         decode: DecodeConfig,
         fingerprint: str | None,
     ) -> None:
-        """`serve` has the chat template of the lines. `decode`: resolved. `fingerprint`: as of `answer_fingerprint`.
+        """`serve`: contains the chat template for the lines. `decode`: resolved settings.
+
+        `fingerprint`: the result of `answer_fingerprint`.
 
         Raises UserError for a chat template that cannot be read.
         """
