@@ -161,7 +161,7 @@ def explain(error: Exception) -> str:
         line = f"a file of the config is not UTF-8, in the line {line_of_file!r}: convert it first"
     if isinstance(error, OverrideParseException) and "missing EQUAL" not in line:
         line = f"{shortened(str(error.override))} cannot be read: {_form_that_works(str(error.override))}"
-    # Here the operating system is only called to make folders.
+    # Such an OSError comes from making a folder.
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):

@@ -253,10 +253,10 @@ class DecodeConfig:
                 raise UserError(problem, ErrorCode.needs_other, f"decode.{name}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
-        """Return a copy without open settings: null becomes the value in `defaults`, else in NEUTRAL.
+        """Return a copy in which null settings have the value in `defaults`, else in NEUTRAL.
 
-        An unused null setting stays null. A setting that is given and not used stays, because a row may use it. It
-        causes a warning and not an error, so that a comparison of temperatures, including 0, can leave top_p set.
+        An unused null setting stays null. An unused setting with a value stays, because a row may use it. The result is
+        a warning and not an error, so that a comparison of temperatures, including 0, can leave top_p set.
         Raises UserError for num_return_sequences without beams.
 
         defaults: the checkpoint's suggestions. Its lengths apply only if neither length is set here.
@@ -331,9 +331,9 @@ def warn_once(text: str) -> None:
 
 
 def unused_settings(values: dict[str, Any]) -> set[str]:
-    """Return the settings in `values` without effect, because all their users are neutral.
+    """Return the settings in `values` that have no effect, because all settings in their USED_WITH are neutral.
 
-    The checkpoint may still set a user that is null.
+    A null setting does not count as neutral, because the checkpoint may still set it.
     """
     return {
         name

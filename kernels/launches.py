@@ -18,8 +18,8 @@ from kernels.linear.gpu_weight import GPUWeight
 
 FOLDER = Path(__file__).parent / "tuned"
 ROWS = (1, 16, 32, 64, 256, 4096)
-"""A launch is for at most this number of rows, and more than the number before it. The last one is also for all larger
-numbers."""
+"""A launch is measured for each number. It is used for up to this number of rows, above the previous number. The last
+launch is also used for more rows."""
 TIMES = ("seconds", "default_seconds")
 
 

@@ -1,5 +1,5 @@
-"""The simplest torch operators as calls of the C++ library, so that a replay runs them without Python, whose overhead
-exceeds their time."""
+"""The simplest torch operators as calls of the C++ library. A replay then runs them without Python, whose overhead is
+larger than the operators' time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -81,4 +81,4 @@ def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) ->
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(torch.no_grad()(function), items))
     finally:
-        torch.set_num_threads(before)  # MKL's number is the process's
+        torch.set_num_threads(before)  # MKL has one number for the whole process

@@ -12,15 +12,15 @@ class Candidate:
     """As in `quant.overrides`."""
     num_bytes: int
     loss: float
-    """Nats by which the group alone increases the model's loss in this format."""
+    """Increase of the model's loss, in nats, if only this group has this format."""
 
 
 def allocate(groups: Sequence[Sequence[Candidate]], max_bytes: int) -> list[Candidate]:
-    """Return a candidate of each group whose bytes are at most `max_bytes` in all, with a small sum of losses.
+    """Return a candidate of each group: at most `max_bytes` in all, with a small sum of losses.
 
-    Every group begins with its smallest candidate. The step with the largest decrease of loss per byte is taken until no
-    step fits. Steps follow the lower convex hull of a group, so the sum is the smallest one for its number of bytes.
-    Raises ValueError if the smallest candidates exceed the budget.
+    Every group begins with its smallest candidate. A step replaces a candidate by the next one on the lower convex hull
+    of its group. Steps are taken in the order of their decrease of loss per byte, if they fit into the budget. Raises
+    ValueError if the smallest candidates exceed the budget.
     """
     hulls = [_lower_hull(group) for group in groups]
     chosen = [0] * len(hulls)
@@ -42,7 +42,7 @@ def _slope(small: Candidate, large: Candidate) -> float:
 
 
 def _lower_hull(group: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, by bytes, of which no mixture of two others has fewer bytes and a smaller loss."""
+    """Return the candidates on the lower convex hull of loss over bytes, while the loss decreases; smallest first."""
     hull: list[Candidate] = []
     for candidate in sorted(group, key=lambda candidate: (candidate.num_bytes, candidate.loss)):
         if hull and candidate.loss >= hull[-1].loss:

@@ -27,14 +27,14 @@ from quantization.plan import float_weight, named_layers, plan
 from quantization.scheme import LinearScheme, parse_format
 from quantization.weight_format import QuantizedWeight, quantize
 
-SUPER_BLOCKS = "q3_k", "q4_k", "q5_k", "q6_k", "int8"  # for layers whose input channels blocks of 256 divide
+SUPER_BLOCKS = "q3_k", "q4_k", "q5_k", "q6_k", "int8"  # for layers whose input channels are a multiple of 256
 BLOCKS = "int4/64", "q4_1", "q5_0", "q5_1", "int8"
 ON_GPU = "int4/128", "int4/64", "int4/32", "int8"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that one kernel multiplies together, which needs one format."""
+    """Layers that one kernel call multiplies. All of them need the same format."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]

@@ -32,7 +32,7 @@ NUM_SAMPLES = 512  # activation rows for scale searches and reports
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics that are kept in addition to a sample of the rows. Each is a pass over all rows."""
+    """The statistics to keep in addition to a sample of the rows. Each statistic takes a pass over all rows."""
 
     hessian: bool = False
     ranges: bool = True

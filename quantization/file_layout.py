@@ -107,7 +107,7 @@ def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collectio
 
 
 def _layers_except(model: CausalLM, chosen: Collection[str]) -> list[str]:
-    """Return the linear layers that are not in `chosen`. Conv1D layers are left out, because no target means them."""
+    """Return the linear layers that are not in `chosen`. Leaves out Conv1D layers, which no target matches."""
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     return [name for name, layer in linears if not layer.is_transposed and name not in chosen]
 

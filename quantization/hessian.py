@@ -18,7 +18,7 @@ BLOCK_SIZE = 128  # channels per block; after a block the rest of a matrix is co
 
 @dataclass(frozen=True)
 class InverseFactor:
-    """The upper triangular U with U^T U, up to a factor, the inverse of the damped Hessian in `order`."""
+    """The upper triangular U. U^T U is the inverse of the damped Hessian in `order`, up to a factor."""
 
     matrix: Tensor
     """U, [I, I] float32."""

@@ -29,8 +29,8 @@ class EntryRow:
 def find_entry_rows(model: CausalLM, model_type: str) -> dict[str, EntryRow]:
     """Return the rows of the linear layers that may be quantised, by name.
 
-    The head of a model with tied embeddings has the name of the embedding. Raises UserError for an architecture that
-    llama.cpp's names are not known for.
+    The head of a model with tied embeddings has the name of the embedding. Raises UserError for an architecture
+    whose names in llama.cpp are not known.
     """
     if model_type not in LAYOUTS:
         raise UserError(

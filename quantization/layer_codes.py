@@ -39,7 +39,7 @@ def choose_codes(
 
 
 def input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:
-    """Return the static scale of a layer's input. If no token reached the layer, it is the largest scale of its part."""
+    """Return the static scale of a layer's input. If no token reached it, return the largest scale in `groups`."""
     if scheme.activations is not Activations.static:
         return None
     reaching = [group] if group else groups

@@ -36,9 +36,9 @@ from quantization.layouts.sharded import InputsLayout, ShardedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
-# Rows from which activations=auto quantises activations. One int8 limb is faster than two from 5 rows with int8 weights
-# and from 3 rows with int4 (one thread; with more threads memory bandwidth matters more). With 8 rows it is 1.4 to 1.9
-# times as fast.
+# Minimum number of rows that activations=auto quantises. Int8 activations are one int8 product, float activations are
+# two. One is faster from 5 rows with int8 weights and from 3 rows with int4 (one thread; with more threads memory
+# bandwidth matters more). With 8 rows it is 1.4 to 1.9 times as fast.
 MANY_ROWS = 8
 
 CodedWeight: TypeAlias = IntWeight | Float8Weight | BlockWeight | GPUWeight

@@ -11,7 +11,7 @@ from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
 from kernels.quantize_rows.rows import Activations, QuantizedActivations
 
-# of dequantised weights at a time: small compared with a model, large compared with the overhead of a call
+# Bytes of weights that are dequantised at a time: few for a model, and enough to outweigh the overhead of a call.
 BLOCK_BYTES = 2**25
 
 

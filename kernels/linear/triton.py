@@ -23,8 +23,8 @@ FULL_GPU = 264  # programs that keep an H200 busy: two per multiprocessor (132)
 EPILOGUE_SIZE = 1024
 
 LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32, 4, 4), 64: Launch(64, 64, 4, 4)}
-"""The default launches by the largest number of rows they are for. Used if none was measured on this GPU; more rows use
-LARGE."""
+"""The default launches, by the largest number of rows. More rows use LARGE. A launch that was measured on this GPU
+replaces the default."""
 LARGE = Launch(128, 128, 8, 3)
 
 

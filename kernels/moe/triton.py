@@ -28,8 +28,8 @@ SORTED_AT_ONCE = 1024
 
 ONE_TOKEN = Launch(16, 1, 4, 3)
 LAUNCHES = {16: Launch(64, 16, 4, 4), 64: Launch(64, 64, 4, 3)}
-"""The default launches by the largest number of pairs per expert, averaged over experts, that they are for. Used if
-none was measured on this GPU; more pairs use LARGE."""
+"""The default launches, by the largest average number of pairs per expert. More pairs use LARGE. A launch that was
+measured on this GPU replaces the default."""
 LARGE = Launch(128, 128, 8, 3)
 # sums of a group need registers in addition to the total: a larger tile would spill
 LARGE_GROUPS = Launch(128, 64, 8, 3)

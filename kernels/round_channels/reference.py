@@ -17,11 +17,11 @@ def round_channels(
 ) -> None:
     """Round input channels one after the other, and correct the next channels of the block for each error.
 
-    weights: [C, O] float32, the corrected weights of a block. Later channels are corrected in place. factor: [C, C]
-    float32, of which the part above the diagonal and the diagonal are read. codes: [R, O] int8 or float8_e4m3fn, of the
-    first R channels, which are rounded. scales: [R, O] float32. zero_points: [R, O] int8, or None. kept: [R, O] bool,
-    False for pruned weights, which get the code of 0; None keeps all. errors: [R, O] float32, an error of a weight over
-    the diagonal of `factor`.
+    The first R channels are rounded. weights: [C, O] float32, the corrected weights of a block. Later channels are
+    corrected in place. factor: [C, C] float32; the part below the diagonal is not read. codes: [R, O] int8 or
+    float8_e4m3fn. scales: [R, O] float32. zero_points: [R, O] int8, or None. kept: [R, O] bool, False for pruned
+    weights, which get the code of 0; None keeps all. errors: [R, O] float32, the error of each weight divided by the
+    diagonal element of `factor`.
     """
     for i in range(len(codes)):
         weight = weights[i] if kept is None else weights[i].where(kept[i], 0)

@@ -16,7 +16,7 @@ class SlicedFile:
     """One rank's view of a file: reads only its ranges if the format allows it, else one whole tensor at a time."""
 
     def __init__(self, file: WeightFile, names: Iterable[str], shards: Mapping[str, Shard]) -> None:
-        """`names`: the tensors that the rank needs. `shards`: the shards of the sharded ones."""
+        """`names`: the tensors that the rank needs. `shards`: the shards of the sharded tensors."""
         self._file, self._shards = file, shards
         self.path, self.is_mapped = file.path, file.is_mapped
         self.shapes = {

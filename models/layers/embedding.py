@@ -14,7 +14,7 @@ class Embedding(MatrixLayer):
 
     words: VocabParallel | None = None
     """The ranks' parts of the vocabulary. None: the embedding is not sharded."""
-    is_quantizable = is_packable = False  # alone; a tied head decides for both
+    is_quantizable = is_packable = False  # if untied; a tied head decides for both
 
     def __init__(self, vocab_size: int, channels: int) -> None:
         super().__init__()

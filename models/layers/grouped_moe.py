@@ -103,7 +103,7 @@ class GroupedMoE(Module):
     """K routed experts per token, and shared experts for all tokens."""
 
     readers: Sequence[Linear] = ()
-    """As of `SparseMoeBlock`."""
+    """As in `SparseMoeBlock`."""
 
     def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from models.sharding import Shard
 
 @dataclass(frozen=True)
 class Tie:
-    """A head's reference to the embedding whose matrix it uses. The model registers the embedding once, in its place."""
+    """A head's reference to the embedding whose matrix it uses. The head does not register the embedding."""
 
     embedding: Embedding
 
@@ -133,7 +133,7 @@ class Linear(LoRATarget, MatrixLayer):
         """
         if self.row_parallel is None:
             return self.adapted(self.method.apply(x, self.bias), x, batch)
-        assert isinstance(x, Tensor)  # as `shared_activations` says
+        assert isinstance(x, Tensor)  # `shared_activations` gives floats to a row-parallel layer
         x = self.row_parallel.gather_inputs(x)
         bias = self.bias if self.row_parallel.adds_bias else None
         return self.row_parallel.combine_outputs(self.adapted(self.method.apply(x, bias), x, batch))
@@ -141,7 +141,7 @@ class Linear(LoRATarget, MatrixLayer):
     def adapted(self, y: Tensor, x: Activations, batch: Batch | None) -> Tensor:
         """Add each row's adapter to y in place, and return y. y [R, O] are the layer's outputs for x [R, I]."""
         if self.adapters is not None and batch is not None:
-            assert isinstance(x, Tensor)  # as `shared_activations` says
+            assert isinstance(x, Tensor)  # `shared_activations` gives floats to a layer with adapters
             slots = batch.adapter_slots_of(x.shape[0])
             if slots is not None:
                 lora_add(y, x, self.adapters, slots)

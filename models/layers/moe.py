@@ -210,7 +210,7 @@ class SparseMoeBlock(Module):
     """A router and its experts."""
 
     readers: Sequence[Linear] = ()
-    """No layers: router and experts read floats."""
+    """Empty, because router and experts read floats."""
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()

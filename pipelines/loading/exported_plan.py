@@ -44,7 +44,7 @@ def plan_exported(
 
 
 def shard_exported(plan: ModelPlan, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours) -> ModelPlan:
-    """Return the plan of the rank's part, which was exported separately. The rest: as for `shard_plan`."""
+    """Return the plan of the rank's part, which was exported separately. Arguments: as for `shard_plan`."""
     assert isinstance(plan.model, ExportedLM)
     folder = plan.source.checkpoint.path
     description = read_description(folder, parallel_layout.rank)

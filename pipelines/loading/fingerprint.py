@@ -56,7 +56,7 @@ WEIGHTS = (
 """Files of weights, identified by size and time, because hashing them takes too long."""
 SOURCES = ("kernels", "models", "quantization")  # packages whose code determines the model's weights
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # samples of a weight file
-SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one file of a split GGUF model: all of its files count
+SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model
 
 
 def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
@@ -146,7 +146,7 @@ def _as_kept(parts: Fingerprint) -> Fingerprint:
 
 
 def _deciding(decode: DecodeConfig) -> dict[str, Any]:
-    """Return the settings that determine tokens. Draft settings count unless acceptance is exact."""
+    """Return the settings that determine tokens. Includes draft settings unless acceptance is exact."""
     settings = asdict(decode)
     if decode.speculation.acceptance is Acceptance.exact:
         del settings["speculate"], settings["speculation"]

@@ -39,5 +39,5 @@ def resolve_plan(config: QuantConfig, model: CausalLM) -> QuantConfig:
             f"quant.plan={path} has {len(unknown)} layers that this model lacks ({', '.join(unknown)}): "
             "give the plan of this model"
         )
-    scheme = QuantScheme.q4_k if config.method is QuantMethod.imatrix else QuantScheme.int8  # of no layer
+    scheme = QuantScheme.q4_k if config.method is QuantMethod.imatrix else QuantScheme.int8  # used by no layer
     return replace(config, scheme=scheme, plan=None, group_size=-1, overrides=formats | config.overrides)

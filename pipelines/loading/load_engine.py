@@ -1,7 +1,7 @@
 """Load the engine of a RunConfig: open its model, calibrate it if the scheme needs this, and build the engine.
 
 The first run with such a scheme calibrates and saves the model. Later runs load the saved model. The stages of
-`build_engine.py` take single groups of the RunConfig.
+`build_engine.py` take groups of the RunConfig, not the RunConfig itself.
 """
 
 from conf.decoding import DecodeConfig
@@ -40,7 +40,7 @@ def open_engine(
     head: HeadKind | None = HeadKind.vocabulary,
     open_model: OpenModel | None = None,
 ) -> tuple[ModelSource, Engine]:
-    """Return the checkpoint of `run`, which may be calibrated first, and its engine. The rest: as `load_engine`."""
+    """Return the checkpoint of `run`, which may be calibrated first, and its engine. Else as `load_engine`."""
     device = prepare_device(run.device)
     source = open_model(head) if open_model else resolve_model(run.model, head)
     _check(run.parallel.mode, max_num_requests, run.device.max_batched_tokens)

@@ -17,9 +17,9 @@ def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
 
 
 def max_layer_values(model: CausalLM) -> int:
-    """Return about the most values per token that are live around a linear layer: its input, its output and a gate.
+    """Estimate the largest number of values per token that are live around a linear layer: input, output and a gate.
 
-    The layers must still be float layers. The head does not count: it has one row per sequence only.
+    The layers must still be float layers. The head is not included: it has only one row per sequence.
     """
     layers = [layer for name, layer in linear_specs(model).items() if model.get_submodule(name) is not model.head]
     return max((sum(layer.shape) + max(layer.shape) for layer in layers), default=0)

@@ -35,7 +35,7 @@ class ModelPlan:
     static_cache: KVCacheFormat | None
     """The format of the KV cache, if the files contain its static scales; else None."""
     max_layer_values: int
-    """Most values per token that are live around a linear layer (`memory.max_layer_values`); 0 for an exported model."""
+    """Largest number of live values per token around a linear layer (`memory.max_layer_values`); 0 if exported."""
     parallel_layout: ParallelLayout = ParallelLayout()
     """The rank and layout of this shard; by default the whole model."""
     whole_files: tuple[WeightFile, ...] = ()

@@ -77,7 +77,7 @@ class CostedTensor:
     num_bytes: int
     outputs: int
     inputs: int
-    """0 if it multiplies nothing."""
+    """0 for a tensor that is not the weight of a product."""
     units: tuple[Unit, ...] | None
     """Units of its outputs, by which they are sharded; None: replicated on every rank."""
     is_read: bool = True
@@ -181,7 +181,7 @@ class ParallelCosts:
         if number and self._whole_experts:
             number = len(shard(number, tp, rank))
             num_bytes, macs = part.num_bytes, part.outputs * part.inputs
-            # the experts' outputs are exchanged, and nothing inside an expert
+            # ranks exchange only the outputs of experts
             gathers, gathered = (0, 0) if part.row is None else (1, part.outputs)
         else:
             num_bytes, macs, gathers, gathered = self._share(part, heads, tp, rank)
@@ -217,7 +217,9 @@ class ParallelCosts:
     def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[CostedTensor]:
         """Return the parts that these modules have directly, and the count of each."""
         parts: Counter[CostedTensor] = Counter()
-        experts: dict[nn.Module, tuple[int, int]] = {}  # experts in all and per token; 0 in all: like the first
+        # By module of an expert: the number of experts, and of experts per token. The first expert of a mixture counts
+        # for all experts; the number of experts is 0 in the entries of the remaining experts.
+        experts: dict[nn.Module, tuple[int, int]] = {}
         for name, module in modules:
             if isinstance(module, Experts):
                 for i, expert in enumerate(module):
@@ -260,7 +262,7 @@ class ParallelCosts:
         method, (vocab_size, channels) = module.method, module.shape
         dtype = parameter_dtype(self._model, f"{path}.weight", self._dtype)
         num_bytes = method.num_bytes(dtype)
-        if module is not self._model.embedding:  # positions
+        if module is not self._model.embedding:  # position embedding
             return CostedTensor(num_bytes, 1, 0, None, False, num_experts)
         is_read = module is tied_embedding(self._model.head)
         is_compressible = isinstance(method, PackedDenseMethod) and dtype is torch.bfloat16
@@ -269,7 +271,7 @@ class ParallelCosts:
 
     def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> CostedTensor:
         size = parameter.numel() * parameter_dtype(self._model, name, self._dtype).itemsize
-        if module is self._model.head:  # Baichuan 2, which normalises the head's weight
+        if module is self._model.head:  # Baichuan 2 normalises the head's weight
             outputs, inputs = parameter.shape
             return CostedTensor(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
         heads: Heads | None = getattr(module, "heads", None)  # attention modules; their KV cache scales may be per head

@@ -27,7 +27,7 @@ from pipelines.loading.topology import Topology, find_topology, read_topology
 ROW_TOKENS = 2048  # tokens of a row, prompt and answer, unless model.max_length is smaller
 OVERLAP = 3  # exponent that joins memory and arithmetic time: 1 is their sum, infinity their maximum
 NO_RANKS = "ranks need a CPU and the C++ kernels"
-EQUAL = 0.95  # share of the highest tokens/s that counts as equal: then fewer ranks win
+EQUAL = 0.95  # layouts above this share of the highest tokens/s count as equal: fewest ranks win
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class _Planner:
         ), ""
 
     def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:
-        """Return the seconds in which all rows get a token, and the longest kind of work of the slowest stage.
+        """Return the seconds in which all rows get a token, and the kind of work that limits the slowest stage.
 
         There are as many microbatches as stages, so that all stages are busy at once.
         """

@@ -1,4 +1,4 @@
-"""A pooler makes a request of a row, and numbers of its output: an embedding or scores."""
+"""Poolers: make the request of a row, and read an embedding or scores from the output."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from pipelines.loading.model_source import ModelSource, OpenModel
 
 
 class Pooler(ABC):
-    """Makes a request from a row, and numbers from its output."""
+    """Makes the request of a row, and reads its embedding or scores from the output."""
 
     head: ClassVar[HeadKind | None]
     """The head that the model needs, as for `resolve_model`."""

@@ -8,7 +8,7 @@ from pipelines.jobs.report import peak_memory_bytes
 
 @dataclass(frozen=True)
 class MakeExecutor:
-    """Create the executor, or replace it over the same cache, which drops recorded steps."""
+    """Create or replace the executor. A new executor keeps the cache and drops recorded steps."""
 
     num_blocks: int
     num_graph_sequences: int

@@ -67,7 +67,7 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
     """Store keys and values [L, 2, P, G, D] in the cache's format.
 
-    With ranks, the warning covers only what rank 0 stores.
+    With ranks, the warning covers only the layers and heads of rank 0.
     """
     places = range(keys_and_values.shape[2])
     slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]

@@ -18,7 +18,7 @@ from pipelines.loading.bandwidth import memory_bandwidth
 
 NUMA_NODES = Path("/sys/devices/system/node")
 PRODUCT = 2048  # inputs and outputs of the matrix product that measures arithmetic: its weight fits the cache
-MAX_ROWS = 128  # maximum rows of the product: with these a CPU reaches its peak
+MAX_ROWS = 128  # maximum rows of the product: enough for the peak of a CPU
 SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier between two processes
 SHARED_MEMORY_COPIES = 3  # reads and writes per number that one process sends to another
 GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # defaults without a topology file: NCCL over PCIe 4

@@ -35,10 +35,10 @@ def main() -> None:
 
 
 def followed() -> bool:
-    """Run as the worker rank that torchrun or srun started this process as, and return True.
+    """Run a worker rank and return True, if torchrun or srun started this process as a worker rank.
 
-    Returns False on rank 0 and outside a launcher. Rank 0 listens from here on, so workers that have connected end with
-    it for any reason, even a mistyped setting.
+    Returns False on rank 0 and outside a launcher. Rank 0 listens from here on. If rank 0 ends, even because of a
+    mistyped setting, the connected workers end too.
     """
     launched = joined(os.environ)
     if launched is None:

@@ -1,6 +1,7 @@
 """Values in messages: JSON in the header, and the bytes of tensors in the payload.
 
-A value is a dataclass, named tuple, list, tuple or dict of values, a tensor, a batch, or JSON. The receiver has its type.
+A value is a dataclass, named tuple, list, tuple or dict of values, a tensor, a batch, or JSON. The receiver knows its
+type.
 """
 
 import dataclasses

@@ -52,7 +52,7 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
     """Return the place of a process that torchrun or srun has started; None if it runs alone.
 
     A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError if a launcher's
-    variables are missing or inconsistent, and for a port that has no successor.
+    variables are missing or inconsistent, and for the largest port, which has no next port.
     """
     by_torchrun = TORCHRUN in environment
     launcher, mark = ("torchrun", TORCHRUN) if by_torchrun else ("srun", SRUN)
@@ -76,8 +76,9 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
 
 
 def leave_launcher(environment: MutableMapping[str, str]) -> None:
-    """Remove the launcher's marks from `environment`, so that `joined` returns None: for a process that starts its own
-    ranks, even if a launcher started one of its ancestors.
+    """Remove the launcher's marks from `environment`, so that `joined` returns None.
+
+    For a process that starts its own ranks, although a launcher may have started one of its ancestors.
     """
     for mark in (TORCHRUN, SRUN):
         environment.pop(mark, None)

@@ -75,6 +75,6 @@ def may_be_permuted(layout: WeightLayout) -> bool:
 def holds_codes(tensor_shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the file has more tensors for a layer than a float layer needs.
 
-    For formats whose tools do not list the float layers, or list them in patterns that each tool matches differently.
+    Used for formats whose tools do not list the float layers, or match the patterns of the list in different ways.
     """
     return bool(tensor_shapes.keys() - {"weight", "bias"})

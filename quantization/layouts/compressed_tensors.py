@@ -64,7 +64,7 @@ class CompressedTensors:
 
 
 def _matches(target: str, name: str) -> bool:
-    """Whether a target means this layer. After `re:` a target is a regular expression for the start of the name."""
+    """Whether a target matches this layer. After `re:` a target is a regular expression for the start of the name."""
     if not target.startswith("re:"):
         return name == target or name.endswith("." + target)
     return compile_pattern(target[3:]).match(name) is not None

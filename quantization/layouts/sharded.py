@@ -125,7 +125,7 @@ def _indices(outputs: range, per_index: int) -> range:
 
 
 def _within(outputs: Sequence[range], covered: Sequence[range]) -> Iterator[int]:
-    """Yield the positions of `outputs` within the `covered` ranges, counted over all of these."""
+    """Yield the positions of `outputs` in the concatenation of the `covered` ranges."""
     before = 0
     for outputs_range, covered_range in zip(outputs, covered, strict=True):
         yield from range(

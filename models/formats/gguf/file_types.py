@@ -68,8 +68,8 @@ class MatrixTypes:
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
-        # Key and value matrices get more bits in models with 8 experts, as Mixtral, and in 70B models, whose heads
-        # share values, because they are a small part of these models.
+        # Key and value matrices get more bits where they are a small part of the model: with 8 experts, as in Mixtral,
+        # and in 70B models, whose heads share values.
         self._has_8_experts = any("_exps." in name and shape[0] == 8 for name, shape in shapes.items())
         query, key = (shapes.get(f"blk.0.attn_{part}.weight") for part in "qk")
         shares_values = architecture == "qwen2" or (architecture == "llama" and query != key)

@@ -27,7 +27,7 @@ def fit_affine(x: Floats, weights: Floats, largest: np.float32, offsets: Floats)
     is_flat = low == high
     inverse = np.where(is_flat, 0, largest / (high - low))
     scale = np.where(is_flat, 0, 1 / inverse)
-    best = inverse, low  # of the best candidate, for its rounding
+    best = inverse, low  # with which the best candidate rounds
     codes = _clipped(inverse * (x - low), largest)
     error = _error(weights, scale * codes + low - x)
     for offset in offsets:

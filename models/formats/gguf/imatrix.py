@@ -45,7 +45,7 @@ class ImportanceMatrix:
         """Return the entries of a model's tensors, [M, I] each, for M experts (or 1) and I input channels.
 
         shapes: [M, I] of each tensor that may be quantised. others: names of the model's other tensors. Raises
-        UserError for entries of other tensors or sizes, which are those of another model, and if no entry is left.
+        UserError if an entry has another name or size, as the file of another model does, and if no entry is left.
         """
         known = {*shapes, *others}
         unknown = [name for name in self.entries if name not in known and not name.endswith(HALVES)]

@@ -76,7 +76,7 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType, importance: Floats |
 
 
 def quantize_tensor(weight: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
-    """Return the blocks uint8 [O, bytes] of weight [O, I] of any float dtype. `kind`: a type's name. The rest: as `quantize_rows`."""
+    """Return the blocks uint8 [O, bytes] of weight [O, I], any float dtype. `kind`: a type. Else as `quantize_rows`."""
     rows = weight.float().contiguous().numpy()
     weights = None if importance is None else importance.numpy()
     return torch.from_numpy(quantize_rows(rows, GGMLQuantizationType[kind], weights))

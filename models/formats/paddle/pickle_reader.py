@@ -287,7 +287,7 @@ class _Machine:
             case Array(), (_, tuple(dims), Dtype(code), fortran, Content() as content):
                 if len(dims) > MOST_DIMS or not all(type(size) is int and size >= 0 for size in dims):
                     raise ValueError(f"an array before byte {self._at} has no shape of up to {MOST_DIMS} sizes")
-                if math.prod(size or 1 for size in dims) >= 2**48:  # also for a 0, because torch computes strides
+                if math.prod(size or 1 for size in dims) >= 2**48:  # a size 0 counts as 1, as in torch's strides
                     raise ValueError(f"an array before byte {self._at} has sizes that no file can hold")
                 if code not in DTYPES:
                     raise ValueError(

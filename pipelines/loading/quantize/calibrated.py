@@ -48,7 +48,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
         remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
         raise UserError(f"{problem}: {remedy}")
     job = calibration_job(run)
-    if not run.quant.has_static_kv_cache:  # static scales are in files, which hold no blocks
+    if not run.quant.has_static_kv_cache:  # static scales need files, and files cannot hold ggml blocks
         job = _with_files(job, run.calibrate, source, progress)
         if not job.quant.needs_calibration:
             return ReadyModel(source, run.model, job.quant)
@@ -97,7 +97,8 @@ def find_or_make(job: QuantizeJob, source: ModelSource, progress: ProgressSink) 
 
     Makes it if it does not exist.
 
-    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
+    Does not measure quality, because that takes longer than a short calibration. Only task=quantize measures quality.
+    Raises UserError.
     """
     from pipelines.loading.quantize.model import make_model  # here, because other runs do not calibrate
 

@@ -26,8 +26,8 @@ from quantization.file_layout import FileLayout
 from quantization.part_files import REST, PartFiles
 
 START_S = 3.0  # imports, and tokenizing the texts
-REPORT_S = 2.0  # its picture
-READ_BYTES = 2**26  # measured bytes of the checkpoint, from which the whole is estimated: larger than any cache
+REPORT_S = 2.0  # to draw the picture
+READ_BYTES = 2**26  # bytes of the checkpoint that are read for the measurement: larger than any cache
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def expected_seconds(
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
-    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary.
+    """Return the first texts, about NUM_SAMPLES tokens in all, with ids within the engine's vocabulary.
 
-    The searches, whose time does not grow with the number of tokens, use that many.
+    Searches read about NUM_SAMPLES tokens, so their time does not grow with the number of tokens.
     """
     folded: list[list[int]] = []
     for text in texts:

@@ -22,7 +22,7 @@ MAX_TOKENS = 1024  # tokens whose predictions are kept: [1024, V] in float32
 
 
 class Predictions:
-    """Predictions of an engine for each token of the texts but the first.
+    """Predictions of an engine for each token of the texts except the first token of each text.
 
     For models that see the whole prompt, only for the token after each prompt.
     """
@@ -64,7 +64,7 @@ class Predictions:
 
 
 def measured_texts(texts: list[list[int]], are_prompts: bool) -> list[list[int]]:
-    """Return the ends of the texts, with MAX_TOKENS tokens in all. Prompts that are seen whole are unchanged."""
+    """Return the ends of the texts, with MAX_TOKENS tokens in all. Whole prompts (`are_prompts`) are not cut."""
     per_text = max(2, MAX_TOKENS // len(texts))
     return texts if are_prompts else [text[-per_text:] for text in texts]
 

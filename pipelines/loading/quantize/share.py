@@ -43,7 +43,7 @@ class Step(Generic[Result]):
 class Share:
     """Processes the parts of its stage in order: `choose` or `pass_over` a part, then `place` it.
 
-    `run` computes a step of a part on all ranks of the part's stage; the step itself calls this rank's method.
+    `run` computes a step on all ranks of the part's stage. On each rank `Step.compute` calls a method of its share.
     """
 
     def __init__(
