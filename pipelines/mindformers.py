@@ -240,9 +240,7 @@ def _folder(path: Path) -> Path:
     folder = path.parent
     other_files = sorted(file.name for file in folder.glob("*.ckpt") if file.name != path.name)
     if other_files or not path.is_file():
-        problem = (
-            f"{folder} has others, too ({', '.join(other_files[:4])})" if path.is_file() else "there is no such file"
-        )
+        problem = f"{folder} also has {', '.join(other_files[:4])}" if path.is_file() else "there is no such file"
         raise UserError(
             f"checkpoint_name_or_path={path}: {problem}: give a folder with the one checkpoint and its config"
         )

@@ -148,7 +148,9 @@ def measure(
     smallest, *_ = group.schemes
     errors, loss = dict[str, float](), 0.0
     for format, scheme in group.schemes.items():
-        stored = [quantize(w, scheme.weights, each) for w, each in zip(weights, importances, strict=True)]
+        stored = [
+            quantize(weight, scheme.weights, squares) for weight, squares in zip(weights, importances, strict=True)
+        ]
         errors[format] = sum(map(_squared_error, weights, stored, importances))
         if format != smallest:
             continue

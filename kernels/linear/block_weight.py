@@ -166,7 +166,7 @@ def _centred_six_bits(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight [N, K] in blocks, in the order in which a kernel reads it. K is a multiple of the kind's block size.
+    """A weight [N, K] in the blocks and the order that a kernel reads. K is a multiple of the kind's block size.
 
     `memory` uint8 [bytes] may be mapped from a file. For each tile of 16 outputs and each of its blocks it holds:
 

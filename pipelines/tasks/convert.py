@@ -56,7 +56,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 REMEDIES = {  # for settings whose remedy is not "leave it out"
     "model.dtype": "give convert.dtype",
     "model.tokenizer": "its files are copied as they are",
-    "quant.scheme": "give task=quantize",
+    "quant.scheme": "give task=quantize, or convert.format=gguf and a convert.dtype",
 }
 
 

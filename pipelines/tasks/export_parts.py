@@ -51,7 +51,7 @@ def load_parts(plan: ModelPlan, tp: int, pp: int, steps: Steps) -> list[ShardExp
     parts = run_ranks(tp, pp, part)
     number = differing(expected, parts[-tp].results.outputs)  # from the first rank of the last stage
     if number is not None:
-        problem = f"result {number} of {len(expected)} is not that of one process"
+        problem = f"result {number} of {len(expected)} differs from one process's result"
         raise UserError(f"{NOT_TAKEN} with tp={tp} and pp={pp} ({problem}): {AS_IT_IS}")
     return parts
 

@@ -122,7 +122,7 @@ def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
     file, setting = expanded(settings.output_file), f"predict.output_file={settings.output_file}"
     if not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
         raise UserError(
-            f"{setting} cannot be written, because {file.parent} is no folder that can be: give another file"
+            f"{setting} cannot be written, because the folder {file.parent} is missing or read-only: give another file"
         )
     if file.exists() and not file.is_file():
         raise UserError(f"{setting} is not a file: give the name of a file")

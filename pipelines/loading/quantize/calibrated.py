@@ -42,9 +42,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
             raise UserError(f"{unused}: leave them out, or give the float model")
         return ReadyModel(source, run.model, run.quant)
     if source.architecture.head is not HeadKind.vocabulary:
-        problem = (
-            f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
-        )
+        problem = f"quant={run.quant.scheme.name} needs calibration, and calibration needs a head for the vocabulary"
         remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
         raise UserError(f"{problem}: {remedy}")
     job = calibration_job(run)

@@ -126,6 +126,7 @@ def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
 
 
 def _is_key(step: str, body: Mapping[str, Any], is_last: bool) -> bool:
-    """Return whether a step is a key of the body. A `type` or `role` that names a union's alternative is no key."""
+    """Return whether a step is a key of the body. The name of a union's alternative (the value of `type` or
+    `role`) is not a key."""
     is_tag = step in (body.get("type"), body.get("role")) and not isinstance(body.get(step), dict | list)
     return step in body and (is_last or not is_tag)

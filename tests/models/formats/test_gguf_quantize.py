@@ -97,7 +97,7 @@ def test_bytes_are_llama_cpps() -> None:
 
 def test_types_are_llama_quantizes() -> None:
     """Types by kind of tensor, one letter per layer, as llama-quantize wrote them. All other matrices have the first
-    type. Those of q3_k_m are from llama-quantize's source."""
+    type. The row of q3_k_m is from llama-quantize's source."""
     untied = {"token_embd.weight": (96, 256), "output.weight": (96, 256)}
     fused = {"attn_qkv": (384, 256), "attn_output": SQUARE, "ffn_up": (512, 256), "ffn_down": SQUARE}
     latent = {"attn_kv_b": SQUARE, "attn_output": (256, 160), "ffn_down": SQUARE}

@@ -92,7 +92,10 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
 def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
     run = RunConfig(Task.convert, ModelConfig(str(source)), convert=ConvertConfig(output=str(tmp_path / "made")))
     others: list[tuple[dict[str, Any], str]] = [
-        ({"quant": QuantConfig(QuantScheme.int8)}, "quant.scheme=int8 is not used by task=convert: give task=quantize"),
+        (
+            {"quant": QuantConfig(QuantScheme.int8)},
+            "quant.scheme=int8 is not used by task=convert: give task=quantize, or conv",
+        ),
         ({"quant": QuantConfig(kv_cache=KVCacheFormat.int8)}, "quant.kv_cache=int8 is not used by .*: leave it out"),
         ({"device": DeviceConfig(DeviceType.cuda)}, "device.type=cuda is not used by task=convert: leave it out"),
         ({"device": DeviceConfig(DeviceType.cpu, threads=1)}, "device.threads=1 is not used by task=convert: leave"),

@@ -404,6 +404,6 @@ def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
         run_embed(embed_run(tmp_path, data, max_new_tokens=5), tmp_path / "out", dump)
     run = replace(embed_run(tmp_path, data), quant=QuantConfig(scheme=QuantScheme.int4, method=QuantMethod.gptq))
     with pytest.raises(
-        UserError, match="quant=int4 needs calibration, which a model without .*: give a scheme without"
+        UserError, match="quant=int4 needs calibration, and calibration needs a head .*: give a scheme without"
     ):
         run_embed(run, tmp_path / "out", dump)

@@ -230,7 +230,9 @@ def test_ranks_that_give_other_bits_than_one_process(
         return rank_plan
 
     monkeypatch.setattr(export_parts, "shard_plan", with_another_norm)
-    with pytest.raises(UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 is not that of one process\): run it as"):
+    with pytest.raises(
+        UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 differs from one process's result\): run it as"
+    ):
         exported(run_config(checkpoint), tmp_path / "made", tp=2)
     assert [*tmp_path.iterdir()] == []
 
