@@ -18,11 +18,13 @@ from models.formats.partition import expected_tensors
 from models.formats.renamed import renamed
 from models.layers.linear import tied_embedding
 from models.registry import Architecture
-from models.weights import full_names, head_name, parameter_shapes
+from models.weights import embedding_name, full_names, head_name, parameter_shapes
 
 log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".pdparams")
+TIED_CODES = "tied_head_codes"
+"""Entry of config.json: the head's codes give the embedding, whose values the files hold in floats too."""
 VALUES_PER_BYTE = 8  # the upper bound of all formats: the bitmask of sparse weights has one bit per zero weight
 
 
@@ -31,17 +33,22 @@ def open_model(
 ) -> tuple[CausalLM, list[WeightFile]]:
     """Return the model on the meta device, and its opened weight files. There are no files without a `checkpoint`.
 
-    If a tied model's files hold only the head, the head is also used as the embedding. If they hold a head that differs
-    from the embedding, the model is untied, as in transformers 5, and a warning is logged. Raises UserError as
-    `build_meta_model` does, and for files that cannot be opened.
+    If a tied model's files hold only the head, or with TIED_CODES, the head is also used as the embedding. If they hold
+    a head that differs from the embedding, the model is untied, as in transformers 5, and a warning is logged. Raises
+    UserError as `build_meta_model` does, and for files that cannot be opened.
     """
+    has_tied_codes = checkpoint is not None and checkpoint.config.get(TIED_CODES, bool, False)
+    if has_tied_codes:
+        shape = replace(shape, tie_word_embeddings=True)
     model = build_meta_model(architecture, shape, checkpoint)
     if checkpoint is None:
         return model, []
     files = checkpoint.open_weights(expected_tensors(model))
+    if has_tied_codes:
+        return model, [_with_head_as_embedding(file, model) for file in files]
     if tied_embedding(model.head) is None:
         return model, files
-    embedding = f"{model.layout.embedding}.weight"
+    embedding = embedding_name(model)
     head_weight = head_name(model)
     stored = _stored_tensors(files, model)
     if head_weight in stored and embedding not in stored:
@@ -61,6 +68,13 @@ def open_model(
         head_weight,
     )
     return untied, files
+
+
+def _with_head_as_embedding(file: WeightFile, model: CausalLM) -> WeightFile:
+    head, embedding = f"{model.layout.head}.", f"{model.layout.embedding}."
+    stored_names = [name for name in file.shapes if name != embedding_name(model)]
+    names = {embedding + name.removeprefix(head) if name.startswith(head) else name: name for name in stored_names}
+    return renamed(file, names)
 
 
 def _with_renamed(file: WeightFile, old: str, new: str) -> WeightFile:

@@ -87,6 +87,10 @@ def head_name(model: CausalLM) -> str:
     return f"{model.layout.head}.weight"
 
 
+def embedding_name(model: CausalLM) -> str:
+    return f"{model.layout.embedding}.weight"
+
+
 def full_names(expected: Collection[str]) -> dict[str, str]:
     """Map each name that a checkpoint may use to the model's name.
 

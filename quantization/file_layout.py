@@ -9,7 +9,7 @@ import torch
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod, QuantScheme, SparsityConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Linear
+from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_specs
 from quantization.codes import CodeKind
 from quantization.layouts import awq, compressed_tensors, gptq
@@ -30,6 +30,8 @@ class FileLayout:
     config: dict[str, Any]
     """The `quantization_config`."""
     layout_of: LayoutOf
+    ties_codes: bool = False
+    """Whether the embedding of a tied model has the values of the head's codes. The files hold them in floats too."""
 
 
 def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:
@@ -44,7 +46,7 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
     kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
     if format is QuantizedFormat.compressed_tensors:
         config = compressed_tensors.write_config(schemes, float_layers, is_permuted, kv_cache)
-        return FileLayout(schemes, pruned, config, _compressed)
+        return FileLayout(schemes, pruned, config, _compressed, _ties_codes(model, quant, schemes))
     if kv_cache is not None:
         raise UserError(
             f"quantize.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
@@ -90,6 +92,14 @@ def _refuse_unwritable(quant: QuantConfig) -> None:
         raise UserError(
             f"quant.embedding={quant.embedding} is for rounding while loading, and no file holds it: leave it out"
         )
+
+
+def _ties_codes(model: CausalLM, quant: QuantConfig, schemes: Mapping[str, LinearScheme]) -> bool:
+    # Folded scales change the head's matrix, and a static scale is of its inputs alone.
+    scheme = schemes.get(model.layout.head)
+    if scheme is None or tied_embedding(model.head) is None or scheme.activations is Activations.static:
+        return False
+    return not (quant.method.folds_scales or quant.shift)
 
 
 def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collection[str], share: float) -> dict[str, Any]:

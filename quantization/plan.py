@@ -19,6 +19,7 @@ from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
+from quantization.layouts.gguf import GGUFQuantization
 from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, fitted_blocks, parse_format, scheme_of
@@ -230,20 +231,28 @@ def place_stored_layers(
     return schemes
 
 
-def place_stored_embedding(model: CausalLM, stored: StoredQuantization) -> LinearScheme | None:
+def place_stored_embedding(
+    model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
+) -> LinearScheme | None:
     """Make the token embedding load the codes of a file that quantises it. A tied head multiplies by them.
 
-    Returns its scheme. None: the embedding is in floats.
+    `shapes`: as for `place_stored_layers`. Returns the embedding's scheme. None: it is in floats.
     """
     embedding, head = model.embedding, model.head
     if not isinstance(embedding, Embedding):
         return None
     if tied_embedding(head) is embedding and not (head.is_quantizable and head.is_packable):
         return None
-    spec = LinearSpec(model.layout.embedding, embedding.shape, is_transposed=False, has_bias=False)
-    scheme = stored.scheme(spec, {})
+    prefix = f"{model.layout.embedding}."
+    tensor_shapes = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    has_head_codes = holds_codes(tensor_shapes)  # as with meta_model.TIED_CODES
+    if not has_head_codes and not isinstance(stored, GGUFQuantization):
+        return None
+    name = model.layout.head if has_head_codes else model.layout.embedding
+    spec = LinearSpec(name, embedding.shape, is_transposed=False, has_bias=False)
+    scheme = stored.scheme(spec, tensor_shapes)
     if scheme is not None:
-        embedding.method = method_of(scheme, stored.layout(spec, {}), embedding.shape)
+        embedding.method = method_of(scheme, stored.layout(spec, tensor_shapes), embedding.shape)
     return scheme
 
 
@@ -254,11 +263,17 @@ def float_weight(layer: Linear) -> Tensor:
     return weight.detach()
 
 
-def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight) -> None:
-    """Replace the float weight of a layer by a quantised weight. The bias stays."""
+def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight, ties_codes: bool) -> None:
+    """Replace the float weight of a layer by a quantised weight. The bias stays.
+
+    `ties_codes`: a tied embedding gets the same weight; else it keeps its floats.
+    """
     method = method_of(scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights), layer.shape)
     method.hold(stored, float_weight(layer).device)
-    layer.untie(method)  # files hold the embedding in floats
+    if ties_codes:
+        layer.method = method
+    else:
+        layer.untie(method)
 
 
 def make_activations_auto(model: CausalLM) -> None:

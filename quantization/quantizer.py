@@ -93,16 +93,11 @@ def num_zeros(model: CausalLM, reports: Iterable[LinearReport]) -> int:
 def is_sequential(config: QuantConfig) -> bool:
     """Whether the inputs of a layer must come from the quantised layers before it, and not from the float layers.
 
-    GPTQ compensates for the errors of earlier layers, searches weigh these errors, and Wanda measures the outputs of
-    pruned layers. A fold changes the keys and values of a static KV cache, so they are observed after it.
+    The search for clipping weighs the errors of earlier layers, and Wanda measures the outputs of pruned layers. A fold
+    changes the keys and values of a static KV cache, so they are observed after it. GPTQ and AWQ gain nothing from
+    quantised inputs, which cost a second pass (DECISIONS.md, Quantisation).
     """
-    return (
-        config.method in (QuantMethod.gptq, QuantMethod.awq)
-        or config.auto_clip
-        or config.sparsity.prunes
-        or config.has_static_kv_cache
-        and config.method.folds_scales
-    )
+    return config.auto_clip or config.sparsity.prunes or config.has_static_kv_cache and config.method.folds_scales
 
 
 class Quantizer:

@@ -20,7 +20,6 @@ from models.layers.linear import tied_embedding
 from pipelines.loading.model_source import ModelSource
 from quantization.kv_scales import place_kv_scales
 from quantization.layouts.base import StoredQuantization
-from quantization.layouts.gguf import GGUFQuantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
 from quantization.plan import (
     make_activations_auto,
@@ -59,10 +58,10 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
         raise UserError(f"quant.imatrix={config.imatrix} is not used by a quantised checkpoint: give the float model")
     if config.embedding is not None:
         raise UserError(f"quant.embedding={config.embedding} is not used by a quantised checkpoint: leave it out")
-    planned = plan(model, config)
-    schemes = place_stored_layers(model, stored, _shapes(files))
+    planned, shapes = plan(model, config), _shapes(files)
+    schemes = place_stored_layers(model, stored, shapes)
     coded = [*schemes]
-    if isinstance(stored, GGUFQuantization) and (scheme := place_stored_embedding(model, stored)) is not None:
+    if (scheme := place_stored_embedding(model, stored, shapes)) is not None:
         coded.append(model.layout.embedding)
         if tied_embedding(model.head) is model.embedding:
             schemes[model.layout.head] = scheme

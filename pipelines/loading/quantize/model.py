@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from models.meta_model import TIED_CODES
 from pipelines.engine import Engine
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder
@@ -85,5 +86,7 @@ def _make(
         write_report(folder, job, data.source, reports, metrics)
     sparsity = sparsity_config(full_model, job.quant.sparsity, layout.pruned, zeros)
     config = {"quantization_config": layout.config | sparsity, **mark_smoothing(job.quant)}
+    if layout.ties_codes:
+        config[TIED_CODES] = True
     files.complete(source.checkpoint, share.is_tied, config, engine.dtype)
     return metrics

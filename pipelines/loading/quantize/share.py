@@ -20,7 +20,7 @@ from models.causal_lm import CausalLM
 from models.layers.linear import tied_embedding
 from models.rank_tensors import gather_on_first, scatter_from_first
 from models.sharding import Shard
-from models.weights import place_tensor, refuse_damaged
+from models.weights import embedding_name, place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.file_layout import FileLayout
@@ -90,6 +90,8 @@ class Share:
     def rest(self) -> dict[str, Tensor]:
         """Return the stage's tensors that belong to no part, whole on the first rank."""
         prefixes = tuple(part.prefix for part in self.parts)
+        if self._layout.ties_codes:
+            prefixes += (embedding_name(self._full_model),)
         return self._joined(name for name, _ in self._full_model.named_parameters() if not name.startswith(prefixes))
 
     def choose(self, part: QuantizedLayer) -> StoredPart | None:
@@ -103,12 +105,12 @@ class Share:
         groups = self._quantizer.observe(part) if is_first or not is_head else []
         names = [name for name, _ in self._full_model.named_parameters() if name.startswith(part.prefix)]
         if is_head and tied_embedding(self._full_model.head) is not None:
-            names.append(f"{self._full_model.layout.embedding}.weight")
+            names.append(embedding_name(self._full_model))
         with self._whole_floats(names):
             if not is_first:
                 return None
             stored, reports, folds = self._quantizer.quantize(part, groups, pruned)
-            tensors = part_tensors(part, self._full_model, stored, self._layout.layout_of)
+            tensors = part_tensors(part, self._full_model, stored, self._layout.layout_of, self._layout.ties_codes)
         return StoredPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
     def pass_over(self, part: QuantizedLayer) -> None:
@@ -122,7 +124,7 @@ class Share:
 
         Returns the static scales of its KV cache, whole on the first rank.
         """
-        place_part(part, self._model, tensors, self._shards, self._layout.layout_of)
+        place_part(part, self._model, tensors, self._shards, self._layout.layout_of, self._layout.ties_codes)
         absmax = self.calibrator.advance() if part.index < len(self._full_model.layers) else None
         if absmax is None:
             return {}

@@ -29,6 +29,7 @@ from conf.quantization import (
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig
 from models.formats.manifest import verify_manifest
+from models.layers.linear import tied_embedding
 from models.tokenizers import load_tokenizer
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.quantize.calibration_data import read_calibration_data
@@ -151,15 +152,23 @@ def test_a_layer_that_nothing_reaches_is_rounded(tmp_path: Path) -> None:
         assert all("no calibration token came here: rounded to nearest" in note for note in notes)
 
 
-def test_a_tied_head_is_stored_next_to_its_embedding(data: Path, tmp_path: Path) -> None:
+def test_a_tied_head_is_stored_next_to_the_embedding_that_its_codes_give(data: Path, tmp_path: Path) -> None:
     source = GOLDENS / "llama_tied_bias"
     made = make(quantize_run(source, CALIBRATED["int4 gptq"], tmp_path / "quantized", data), tmp_path / "run")
     assert json.loads((tmp_path / "quantized" / "config.json").read_text())["tie_word_embeddings"] is False
     tensors = tensors_in(tmp_path / "quantized")
     assert "lm_head.weight_packed" in tensors
+    engine = reloaded(tmp_path / "quantized")
+    loaded = engine.executor.model
+    assert tied_embedding(loaded.head) is loaded.embedding  # one matrix in memory
+    embedding = loaded.embedding(torch.arange(loaded.embedding.shape[0]))
+    assert tensors["model.embed_tokens.weight"].equal(embedding)
     before = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
-    assert tensors["model.embed_tokens.weight"].equal(before)
-    assert all_logits(reloaded(tmp_path / "quantized"), PROMPT).equal(all_logits(made, PROMPT))
+    assert 0 < (embedding - before).norm() / before.norm() < 0.15  # 4 bits
+    assert all_logits(engine, PROMPT).equal(all_logits(made, PROMPT))
+    kept = replace(CALIBRATED["int4 gptq"], skip=["lm_head"])
+    make(quantize_run(source, kept, tmp_path / "kept", data), tmp_path / "run2")
+    assert tensors_in(tmp_path / "kept")["model.embed_tokens.weight"].equal(before)
 
 
 def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

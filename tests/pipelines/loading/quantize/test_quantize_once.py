@@ -224,7 +224,8 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
         ("a8w8 dynamic smoothquant", 1),
         ("a8w8 static", 1),
         ("fp8 dynamic smoothquant, static cache", 2),
-        ("int8 gptq", 2),
+        ("int8 gptq", 1),
+        ("int4 awq, auto_clip", 2),
     ],
 )
 def test_the_estimate_counts_the_tokens_that_a_layer_sees(
