@@ -11,6 +11,7 @@ from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMe
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_specs
+from models.meta_model import TIED_CODES
 from quantization.codes import CodeKind
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
@@ -32,6 +33,11 @@ class FileLayout:
     layout_of: LayoutOf
     ties_codes: bool = False
     """Whether the embedding of a tied model has the values of the head's codes. The files hold them in floats too."""
+
+    @property
+    def tied_mark(self) -> dict[str, bool]:
+        """The additional entry of config.json with `ties_codes`; else empty."""
+        return {TIED_CODES: True} if self.ties_codes else {}
 
 
 def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:

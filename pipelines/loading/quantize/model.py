@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from models.meta_model import TIED_CODES
 from pipelines.engine import Engine
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder
@@ -85,8 +84,6 @@ def _make(
         metrics |= before.compared_with(engine)
         write_report(folder, job, data.source, reports, metrics)
     sparsity = sparsity_config(full_model, job.quant.sparsity, layout.pruned, zeros)
-    config = {"quantization_config": layout.config | sparsity, **mark_smoothing(job.quant)}
-    if layout.ties_codes:
-        config[TIED_CODES] = True
+    config = {"quantization_config": layout.config | sparsity, **layout.tied_mark, **mark_smoothing(job.quant)}
     files.complete(source.checkpoint, share.is_tied, config, engine.dtype)
     return metrics
