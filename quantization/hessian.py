@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import check
 from kernels.accumulate_product import accumulate_product
 from kernels.threads import threads
-from quantization.activations import check_activations
+from quantization.activations import all_finite, check_activations
 
 BLOCK_SIZE = 128  # channels per block; after a block the rest of a matrix is corrected in one product
 
@@ -74,7 +74,7 @@ def inverse_factor(hessian: Tensor, damping: float, act_order: bool) -> InverseF
     row up, and U = R^-1.
     """
     check(damping > 0, "damping", damping, "a positive number")
-    assert hessian.isfinite().all()  # Hessian.mean raises otherwise; no damping would help
+    assert all_finite(hessian)  # Hessian.mean raises otherwise; no damping would help
     diagonal = hessian.diagonal()
     order = diagonal.argsort(descending=True, stable=True) if act_order else None
     if not diagonal.any():
@@ -86,7 +86,7 @@ def inverse_factor(hessian: Tensor, damping: float, act_order: bool) -> InverseF
         damped.diagonal().copy_(diagonal + damping * diagonal.mean())
         with threads(None):  # the last bits of torch's factor of a block depend on the thread count
             inverse = _inverse_of_lower(damped) if _factorize(damped) else None
-        if inverse is not None and inverse.isfinite().all():
+        if inverse is not None and all_finite(inverse):
             return InverseFactor(inverse.flip(0, 1), order, damping)
         damping *= 10
 
