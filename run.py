@@ -5,7 +5,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 if __name__ == "__main__":  # an interrupt during the imports ends the process without a traceback
@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, swept_tasks, to_run_config, version
-from conf.errors import UserError
+from conf.errors import Difference, UserError
 from conf.schema import RunConfig
 from conf.support.signals import interrupts_waiting, reader_may_leave
 from conf.support.terminal import escape_control_chars
@@ -41,7 +41,7 @@ def main() -> None:
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
         except (UserError, OSError) as error:
-            sys.exit(escape_control_chars(f"error: {error}"))
+            _end(error, f"error: {error}")
         finally:
             if output_dir.is_dir() and not any(output_dir.iterdir()):
                 output_dir.rmdir()
@@ -64,6 +64,13 @@ def _launch(run: RunConfig, output_dir: Path) -> None:
     launch(run, output_dir, dump)
 
 
+def _end(error: Exception, line: str) -> NoReturn:
+    """Print the line, or the result of a comparison, and exit with the error's code."""
+    is_difference = isinstance(error, Difference)
+    print(escape_control_chars(str(error) if is_difference else line), file=sys.stderr)
+    sys.exit(Difference.exit_code if is_difference else 1)
+
+
 def _print_visibly(*raised: Any) -> None:
     """Print the traceback of an unexpected error with control characters escaped, because it may quote a row."""
     print(escape_control_chars("".join(traceback.format_exception(*raised))), end="", file=sys.stderr)
@@ -82,7 +89,7 @@ if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
-        sys.exit(escape_control_chars(f"error: {explain(error)}"))
+        _end(error, f"error: {explain(error)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

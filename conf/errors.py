@@ -31,6 +31,12 @@ class UserError(ValueError):
         self.key = key
 
 
+class Difference(UserError):
+    """A comparison whose result is a difference. The process exits with code 3."""
+
+    exit_code = 3
+
+
 SHOWN = 200  # characters of a value that an error quotes
 
 
