@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, swept_tasks, to_run_config, version
+from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, replayed, swept_tasks, to_run_config, version
 from conf.errors import Difference, UserError
 from conf.schema import RunConfig
 from conf.support.signals import interrupts_waiting, reader_may_leave
@@ -66,9 +66,8 @@ def _launch(run: RunConfig, output_dir: Path) -> None:
 
 def _end(error: Exception, line: str) -> NoReturn:
     """Print the line, or the result of a comparison, and exit with the error's code."""
-    is_difference = isinstance(error, Difference)
-    print(escape_control_chars(str(error) if is_difference else line), file=sys.stderr)
-    sys.exit(Difference.exit_code if is_difference else 1)
+    print(escape_control_chars(str(error) if isinstance(error, Difference) else line), file=sys.stderr)
+    sys.exit(getattr(error, "exit_code", 1))
 
 
 def _print_visibly(*raised: Any) -> None:
@@ -85,9 +84,14 @@ if __name__ == "__main__":
             if "--version" in sys.argv:
                 print(f"Quintet {version()}")
             elif not followed():
-                sys.argv[1:] = for_hydra(sys.argv[1:])
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                main()
+                if replay := replayed(sys.argv[1:]):
+                    from pipelines.tasks.replay import run_replay
+
+                    run_replay(*replay, dump)
+                else:
+                    sys.argv[1:] = for_hydra(sys.argv[1:])
+                    main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
         _end(error, f"error: {explain(error)}")
     except KeyboardInterrupt:

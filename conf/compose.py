@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, list_known_names, shortened
-from conf.flags import DATA, NO_SWEEP, check_sweep, flags_first, with_home
+from conf.flags import DATA, NO_SWEEP, Replay, check_sweep, flags_first, replay_of, with_home
 from conf.former import refuse_former
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
@@ -268,6 +268,27 @@ def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = N
             GlobalHydra.instance().hydra = outer
     for key, text in (texts or {}).items():
         OmegaConf.update(config, key, _literal(text))
+    return to_run_config(config)
+
+
+def replayed(arguments: list[str]) -> tuple[RunConfig, Replay] | None:
+    """Return the run of `--replay FOLDER`, None for other arguments. Raises UserError as `replay_of`, and for a config
+    that no run has written."""
+    replay = replay_of(arguments)
+    return None if replay is None else (_saved_run(replay.folder), replay)
+
+
+def _saved_run(folder: Path) -> RunConfig:
+    file, remedy = folder / "config.yaml", "give the folder of a run, which has a config.yaml"
+    if not file.is_file():
+        raise UserError(f"{folder} has no config.yaml: {remedy}")
+    try:
+        config = OmegaConf.load(file)
+    except CONFIG_ERRORS as error:
+        raise UserError(f"{file} cannot be read ({explain(error)}): {remedy}") from error
+    if not isinstance(config, DictConfig) or config.pop("defaults", None) != SAVED_DEFAULTS or "task" not in config:
+        raise UserError(f"{file} is not the config that a run has written: {remedy}")
+    config.pop("hydra", None)
     return to_run_config(config)
 
 

@@ -3,14 +3,18 @@
 import os
 import re
 import shutil
+from pathlib import Path
+from typing import NamedTuple
 
-from conf.errors import UserError
+from conf.errors import UserError, list_known_names
 
 DATA = "predict.data="
 HOME = re.compile(r"(?<=[=,])~(?=/)")
 LAUNCHER = "hydra/launcher="
 SLURM = f"{LAUNCHER}submitit_slurm"
 NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
+REPLAY, ALLOW = "--replay", "--allow"
+DIFFERENCES = ("package", "processor", "file")  # of a run's lock, which --allow names
 INFO = ("--info", "-i")  # the value is optional
 FLAGS_WITH_VALUE = (
     "--cfg",
@@ -24,6 +28,40 @@ FLAGS_WITH_VALUE = (
     "--config-dir",
     "-cd",
 ) + ("--experimental-rerun",)
+
+
+class Replay(NamedTuple):
+    folder: Path
+    allowed: frozenset[str]
+    """Of DIFFERENCES."""
+
+
+def replay_of(arguments: list[str]) -> Replay | None:
+    """Return what `--replay FOLDER [--allow=package,processor,file]` names; None for other arguments.
+
+    Raises UserError for a missing folder, an unknown difference, and further arguments.
+    """
+    values: dict[str, str] = {}
+    remaining, others = list(arguments), list[str]()
+    while remaining:
+        name, equals, value = (argument := remaining.pop(0)).partition("=")
+        if name not in (REPLAY, ALLOW):
+            others.append(argument)
+        else:
+            has_next = bool(remaining) and not remaining[0].startswith("-")
+            values[name] = remaining.pop(0) if has_next and not equals else value
+    if not values:
+        return None
+    if not values.get(REPLAY):
+        raise UserError("--allow and --replay need the folder of a run: give --replay FOLDER --allow=package,processor")
+    if others:
+        remedy = "leave it out, or repeat the run with other settings by --config-path FOLDER"
+        raise UserError(f"{others[0]} is not used by --replay, which changes no setting: {remedy}")
+    allowed = [name.strip() for name in values[ALLOW].split(",")] if ALLOW in values else []
+    for name in allowed:
+        if name not in DIFFERENCES:
+            raise UserError(f"--allow={name} does not exist: {list_known_names(DIFFERENCES, name)}")
+    return Replay(Path(values[REPLAY]).expanduser().absolute(), frozenset(allowed))
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -137,7 +137,7 @@ def load(name: str) -> Library:
 def compiled(name: str) -> Path:
     """Return the path of the library that `load` loads. Raises NotBuilt, UserError, and OSError if the cache is not
     writable."""
-    path = cache_folder() / f"kernels-{name}-{fingerprint(compiler(), name)}.so"
+    path = library_path(name)
     if not path.exists():
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -146,6 +146,11 @@ def compiled(name: str) -> Path:
                 _compile(compiler(), name, path)
     refuse_foreign(path)
     return path
+
+
+def library_path(name: str) -> Path:
+    """Return the path of the library of an instruction set, which need not exist yet. Raises NotBuilt without a compiler."""
+    return cache_folder() / f"kernels-{name}-{fingerprint(compiler(), name)}.so"
 
 
 def compiler() -> str:

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 from conf.errors import UserError
 from conf.schema import Hub
 
-HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with a quantisation tag, as in org/name-GGUF:Q4_K_M
+# With a quantisation tag, as in org/name-GGUF:Q4_K_M, and behind it a revision, as in org/name@v1.
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?(?:@([\w.-][\w./+-]*))?")
+COMMIT = re.compile("[0-9a-f]{40}")
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 PICKLE_PATTERNS = ["*.bin", "*.pt", "consolidated.*.pth", "*.pdparams"]
@@ -41,8 +43,8 @@ def find_checkpoint(
     """Return the folder or file, or the local cache folder of a hub id. Downloads the id if necessary.
 
     A tag after a hub id selects one of the repository's GGUF models by the end of its file name, in any letter case.
-    `revision`: a branch, tag or commit of the repository; None: its default branch. `key`: the setting, for error
-    messages. Raises UserError if there is no checkpoint.
+    `revision`: a branch, tag or commit of the repository, which `@REVISION` at the end of the id gives too; None: its
+    default branch. `key`: the setting, for error messages. Raises UserError if there is no checkpoint.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -51,36 +53,92 @@ def find_checkpoint(
                 f"model.revision={revision} is not used by {path}, which is on disk: leave it out, or give a hub id"
             )
         return local
-    id = HUB_ID.fullmatch(path)
-    if id is None:
+    id, tag, revision = _read_id(path, revision, key)
+    if with_weights and not tag and id.lower().endswith("gguf"):
         raise UserError(
-            f"there is no folder {path}: {key} must be a folder or a file that holds a model, or a hub id such as org/name "
-            "or org/name:Q4_K_M"
-        )
-    if with_weights and not id[2] and path.lower().endswith("gguf"):
-        raise UserError(
-            f"{key}={path} does not select one of the repository's GGUF files: add the end of a file's name, as in {path}:Q4_K_M"
+            f"{key}={path} does not select one of the repository's GGUF files: add the end of a file's name, as in {id}:Q4_K_M"
         )
     patterns = CONFIG_PATTERNS + WEIGHT_PATTERNS * with_weights + PICKLE_PATTERNS * (with_weights and allow_pickle)
-    if id[2]:
-        patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
-    client = _modelscope() if hub is Hub.modelscope else _huggingface()
-    folder = _download(f"{key}=FOLDER", path, id[1], revision, patterns, client)
-    return _tagged_file(folder, path, id[2]) if id[2] else folder
+    folder = _download(path, id, revision, _patterns(tag) or patterns, _client(hub), key)
+    return _tagged_file(folder, path, tag) if tag else folder
 
 
 def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
     """Return the path of `model.tokenizer`, or the local cache folder of a hub id, which is downloaded if necessary.
 
-    A text that is not a hub id is returned as a path. Raises UserError for an id that cannot be downloaded.
+    `revision`: of an id without its own. A text that is not a hub id is returned as a path. Raises UserError for an id
+    that cannot be downloaded.
     """
-    local = Path(path).expanduser()
-    if local.exists() or not HUB_ID.fullmatch(path):
+    local, id = Path(path).expanduser(), HUB_ID.fullmatch(path)
+    if local.exists() or id is None:
         return local
-    return find_checkpoint(path, False, False, hub, revision, "model.tokenizer")
+    return find_checkpoint(path, False, False, hub, None if id[3] else revision, "model.tokenizer")
 
 
-def _download(remedy: str, path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
+def find_commit(path: str, hub: Hub, revision: str | None, key: str) -> str | None:
+    """Return the commit of a hub id's revision. Downloads only config.json.
+
+    A cache without commits, such as ModelScope's, gives the revision itself. None for a path that is on disk, and for a
+    text that is not a hub id. Raises UserError if the id cannot be downloaded.
+    """
+    if Path(path).expanduser().exists() or not HUB_ID.fullmatch(path):
+        return None
+    id, _, revision = _read_id(path, revision, key)
+    folder = _download(path, id, revision, ["config.json"], _client(hub), key)
+    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else revision
+
+
+def find_downloaded(path: str, hub: Hub, revision: str | None) -> Path | None:
+    """Return the folder or file of a path or of a hub id, without any download; None if it is not on this machine."""
+    local, match = Path(path).expanduser(), HUB_ID.fullmatch(path)
+    if local.exists() or match is None:
+        return local if local.exists() else None
+    id, tag, own_revision = match.groups()
+    with suppress(Exception):  # errors of the client, and UserErrors of a tag
+        client = _client(hub)
+        patterns = _patterns(tag) or CONFIG_PATTERNS
+        folder = client.download(id, revision=own_revision or revision, allow_patterns=patterns, local_files_only=True)
+        return _tagged_file(Path(folder), path, tag) if tag else Path(folder)
+    return None
+
+
+def without_revision(path: str) -> tuple[str, str | None]:
+    """Return a hub id without its revision, and the revision. A path that is on disk has none."""
+    match = HUB_ID.fullmatch(path)
+    if match is None or not match[3] or Path(path).expanduser().exists():
+        return path, None
+    return path.removesuffix(f"@{match[3]}"), match[3]
+
+
+def _read_id(path: str, revision: str | None, key: str) -> tuple[str, str | None, str | None]:
+    """Return a hub id's repository, tag and revision. Raises UserError for another text, and for a second revision."""
+    match = HUB_ID.fullmatch(path)
+    if match is None:
+        raise UserError(
+            f"there is no folder {path}: {key} must be a folder or a file that holds a model, or a hub id such as org/name, "
+            "org/name:Q4_K_M, org/name@REVISION or org/name:Q4_K_M@REVISION"
+        )
+    id, tag, own_revision = match.groups()
+    bare = path.removesuffix(f"@{own_revision}")
+    if own_revision and Path(bare).expanduser().exists():
+        raise UserError(f"{key}={path} has a revision, but {bare} is on disk: give {bare}, or a hub id")
+    if own_revision and revision not in (None, own_revision):
+        raise UserError(
+            f"model.revision={revision} contradicts {key}={path}: give {key}={bare} with it, or leave it out"
+        )
+    return id, tag, own_revision or revision
+
+
+def _patterns(tag: str | None) -> list[str]:
+    """Return the patterns of a tag's GGUF files; without a tag, none."""
+    return [f"*{name}{end}" for name in (tag, tag.lower(), tag.upper()) for end in GGUF_ENDS] if tag else []
+
+
+def _client(hub: Hub) -> Client:
+    return _modelscope() if hub is Hub.modelscope else _huggingface()
+
+
+def _download(path: str, id: str, revision: str | None, patterns: list[str], client: Client, key: str) -> Path:
     is_offline = client.offline is not None
     try:
         folder = Path(client.download(id, revision=revision, allow_patterns=patterns, local_files_only=is_offline))
@@ -89,7 +147,7 @@ def _download(remedy: str, path: str, id: str, revision: str | None, patterns: l
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
             f"there is no folder {path}, and as {client.hub} id{at} it cannot be downloaded ({reason}): "
-            f"download the model elsewhere and give {remedy}, or check the id, the network and the access to it"
+            f"download the model elsewhere and give {key}=FOLDER, or check the id, the network and the access to it"
         ) from error
     if is_offline and revision is not None and folder.parent.name != "snapshots":  # ModelScope before 1.38
         raise UserError(

@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from conf.errors import UserError
-from models.formats.huggingface import CONFIG
 from models.formats.manifest import MANIFEST
 from pipelines.jobs.report import REPOSITORY
 
 log = logging.getLogger(__name__)
+
+CONFIG = "config.json"  # not imported, because a server's HTTP process runs without torch
 
 
 def kept_folder(kind: str) -> Path:

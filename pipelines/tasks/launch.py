@@ -12,8 +12,10 @@ from conf.errors import UserError
 from conf.schema import ParallelMode, RunConfig, Task
 from conf.support.signals import interrupts_waiting, reader_may_leave
 from conf.support.terminal import log_warnings
+from pipelines.jobs.hub_commits import with_commits
 from pipelines.jobs.interrupt import RankLost
 from pipelines.jobs.report import Dump, reset_peak_memory
+from pipelines.jobs.run_lock import locked
 from pipelines.jobs.run_log import run_log
 from pipelines.ranks.launch import degrees, joined, refuse_launched_server
 
@@ -23,7 +25,7 @@ Run = Callable[[RunConfig, Path, Dump], None]
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """Run the task. The config.yaml that `dump` returns is written next to the results, so that the run can be repeated.
 
-    Raises UserError.
+    run.lock is written next to it. Raises UserError.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # printing a row's text must not end the run
@@ -33,12 +35,18 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if run.task is Task.serve or run.chat.web:
         refuse_launched_server(launched)
     with reader_may_leave(), run_log(run.task.name, output_dir):
-        if run.task is Task.serve:  # the model runs in another process; this process does not import torch
-            from pipelines.server.serve import run_serve
+        run = with_commits(run)
+        with locked(run, dump) as locked_dump:
+            _run_task(run, output_dir, locked_dump)
 
-            run_serve(run, output_dir, dump)
-        else:
-            _launch_with_torch(run, output_dir, dump)
+
+def _run_task(run: RunConfig, output_dir: Path, dump: Dump) -> None:
+    if run.task is Task.serve:  # the model runs in another process; this process does not import torch
+        from pipelines.server.serve import run_serve
+
+        run_serve(run, output_dir, dump)
+    else:
+        _launch_with_torch(run, output_dir, dump)
 
 
 def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:

@@ -41,9 +41,8 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     source = resolve_model(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
-    quant = _for_format(run.quant, run.quantize.format)
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=quant)
-    job = QuantizeJob(float_model(run.model), quant, run.calibrate, run.quantize.format, run.parallel, run.device)
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=_for_format(run.quant, run.quantize.format))
+    job = _job(run)
     output = run.quantize.output
     output_folder = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     if run.quantize.dry_run:
@@ -57,6 +56,16 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
+
+
+def default_folder(run: RunConfig) -> Path:
+    """Return the folder that a run without quantize.output makes. `run`: of its config.yaml. Raises UserError."""
+    return _job(run).default_target(resolve_model(run.model))
+
+
+def _job(run: RunConfig) -> QuantizeJob:
+    model = float_model(run.model)
+    return QuantizeJob(model, run.quant, run.calibrate, run.quantize.format, run.parallel, run.device)
 
 
 def _for_format(quant: QuantConfig, format: QuantizedFormat) -> QuantConfig:
