@@ -40,16 +40,17 @@ def _row(line: bytes | None) -> dict[str, Any]:
 
 def _row_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     place, old, new = next(differences(before, now), ((), "these bytes", "other bytes"))
-    number = next((key for key in place if isinstance(key, int)), None)
+    number = next((key for key in reversed(place) if isinstance(key, int)), None)
+    sample = f"completion {place[1]}: " if place[:1] == ("completions",) else ""
     if place and place[-1] == number and "token_ids" in place[-2:]:
         old, new = (
             _with_logprob(_value_at(row, place[:-2]), number, value) for row, value in ((before, old), (now, new))
         )
-        return f"token {number} is {old} before and {new} now"
+        return f"{sample}token {number} is {old} before and {new} now"
     if number is not None and "logprobs" in place:
         completion = _value_at(now, place[: place.index("logprobs")])
         token = f"token {number} ({_value_at(completion, ('token_ids', number))})"
-        return f"{token}: {_dotted(place[-2:])} is {old} before and {new} now"
+        return f"{sample}{token}: {_dotted(place[-2:])} is {old} before and {new} now"
     return f"{_dotted(place)} is {shortened(repr(old))} before and {shortened(repr(new))} now"
 
 
@@ -115,9 +116,12 @@ def _metrics(path: Path, ignored: set[str]) -> Mapping[str, Any]:
     return {name: value for name, value in _row(path.read_bytes()).items() if name not in ignored}
 
 
-def files_difference(paths: Paths) -> str | None:
-    """Return the first file of two folders, or of two files, whose SHA-256 differ or that only one folder has."""
-    before, now = (_files(path) for path in paths)
+def files_difference(paths: Paths, ignored: tuple[str, ...] = ()) -> str | None:
+    """Return the first file of two folders, or of two files, whose SHA-256 differ or that only one folder has.
+
+    `ignored`: names of files that are not compared.
+    """
+    before, now = ({name: file for name, file in _files(path).items() if name not in ignored} for path in paths)
     for name in sorted(before | now):
         if name not in before or name not in now:
             return f"file {name} is {'new' if name in now else 'missing'} in {paths.now}"

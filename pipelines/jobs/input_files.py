@@ -82,5 +82,6 @@ def _files_in(path: Path, has_weights: bool) -> dict[str, Path]:
 
 
 def _matches(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    files = (file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
-    return {str(file.relative_to(folder)): file for file in files}
+    files = (file for pattern in patterns for file in folder.glob(pattern))
+    shown = (file for file in files if file.is_file() and not file.name.startswith("."))
+    return {str(file.relative_to(folder)): file for file in shown}

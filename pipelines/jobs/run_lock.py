@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 LOCK = "run.lock"
 PACKAGES = (*report.PACKAGES, "numpy", "sentencepiece", "tiktoken", "jinja2", "gguf", "llguidance", "lm-eval")
 CODE = ("conf", "kernels", "models", "quantization", "pipelines")  # folders whose code determines results
-BUFFER_BYTES = 1 << 20  # fits in a second-level cache; hashlib and readinto release the GIL for each
+BUFFER_BYTES = 1 << 20  # stays in the second-level cache; hashlib and readinto release the GIL for each
 KEPT_BYTES = 1 << 20  # smaller files are hashed each time, in a millisecond
 SETTLED_NS = 2_000_000_000  # a file that changed more recently may change again at the same time of its clock
-NOTE_S = 1.0  # a longer wait at the end prints a line
+NOTED_BYTES = 10**9  # as many at the run's end print a line
 
 
 class FileHash(NamedTuple):
@@ -43,27 +44,52 @@ class FileHash(NamedTuple):
     sha256: str
 
 
-class Stopped(Exception):
-    """The run ended before a file was hashed."""
+class Hashing:
+    """The SHA-256 of a file, which may stop and continue."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file does not exist."""
+        self.path = path = path.resolve()
+        stat = path.stat()
+        self._known = path, stat.st_size, stat.st_mtime_ns, stat.st_ino
+        self._entry = kept_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+        self._is_kept = stat.st_size >= KEPT_BYTES
+        self._digest, self.num_bytes = hashlib.sha256(), 0
+        digest = _read_entry(self._entry, self._known) if self._is_kept else None
+        self.result = None if digest is None else FileHash(*self._known, digest)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        return 0 if self.result else self._known[1] - self.num_bytes
+
+    def run(self, is_stopped: Callable[[], bool]) -> FileHash | None:
+        """Return the hash; None if `is_stopped`, which is called for each buffer. Raises OSError for a file that cannot
+        be read."""
+        if self.result is not None:
+            return self.result
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        with open(self.path, "rb", buffering=0) as stream:
+            stream.seek(self.num_bytes)
+            while size := stream.readinto(buffer):
+                self._digest.update(buffer[:size])
+                self.num_bytes += size
+                if is_stopped():
+                    return None
+        self.result = FileHash(*self._known, self._digest.hexdigest())
+        self._keep(self.result)
+        return self.result
+
+    def _keep(self, hashed: FileHash) -> None:
+        if self._is_kept and time.time_ns() - hashed.mtime_ns > SETTLED_NS and not has_changed(hashed):
+            with suppress(OSError):  # a folder that cannot be written: the next run hashes again
+                self._entry.parent.mkdir(parents=True, exist_ok=True)
+                report.write_atomically(self._entry, [json.dumps([str(hashed.path), *hashed[1:]]) + "\n"])
 
 
-def hash_file(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> FileHash:
-    """Return a file's SHA-256, which is kept by path, size, modification time and inode.
-
-    Raises OSError if the file cannot be read, and Stopped when `is_stopped`, which is called for each megabyte.
-    """
-    path = path.resolve()
-    stat = path.stat()
-    known = path, stat.st_size, stat.st_mtime_ns, stat.st_ino
-    entry = kept_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    is_kept = stat.st_size >= KEPT_BYTES
-    if is_kept and (digest := _read_entry(entry, known)):
-        return FileHash(*known, digest)
-    hashed = FileHash(*known, _sha256(path, is_stopped))
-    if is_kept and time.time_ns() - stat.st_mtime_ns > SETTLED_NS and not has_changed(hashed):
-        with suppress(OSError):  # a folder that cannot be written: the next run hashes again
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            report.write_atomically(entry, [json.dumps([str(path), *hashed[1:]]) + "\n"])
+def hash_file(path: Path) -> FileHash:
+    """Return a file's SHA-256, which is kept by path, size, modification time and inode. Raises OSError."""
+    hashed = Hashing(path).run(lambda: False)
+    assert hashed is not None
     return hashed
 
 
@@ -84,22 +110,13 @@ def _read_entry(entry: Path, known: tuple[Path, int, int, int]) -> str | None:
     return None
 
 
-def _sha256(path: Path, is_stopped: Callable[[], bool]) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
-    with open(path, "rb", buffering=0) as stream:
-        while size := stream.readinto(buffer):
-            digest.update(buffer[:size])
-            if is_stopped():
-                raise Stopped
-    return digest.hexdigest()
-
-
 @contextmanager
 def locked(run: RunConfig, dump: report.Dump) -> Iterator[report.Dump]:
     """Hash the inputs of `run` in the block, which is the run. Write run.lock to its folder if the block succeeds.
 
     `run`: of `with_commits`. Yields `dump`, which also notes the folder and the final settings. A run that serves or
-    chats writes the file as soon as the inputs are hashed, and a run without a folder writes none.
+    chats writes the file as soon as the inputs are hashed, a run that measures hashes them at its end, and a run without
+    a folder writes none.
     """
     lock = _RunLock(run, dump)
     try:
@@ -111,49 +128,73 @@ def locked(run: RunConfig, dump: report.Dump) -> Iterator[report.Dump]:
 
 class _RunLock:
     def __init__(self, run: RunConfig, dump: report.Dump) -> None:
-        self._dump = dump
+        self._run, self._dump = run, dump
         self._final: tuple[RunConfig, Path] | None = None
-        self._stopped = threading.Event()
-        self._hashes: dict[Path, FileHash] = {}
         self._runs_on = run.task in (Task.serve, Task.chat)
-        self._noted = threading.Event()
-        self._thread = threading.Thread(target=self._hash, args=(run,), name=LOCK, daemon=True)
-        self._thread.start()
+        self._is_written = False
+        self._hashings: dict[Path, Hashing] = {}
+        self._has_folder, self._is_paused = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hash, name=LOCK, daemon=True)
+        if run.task is not Task.bench:  # which measures: its inputs are hashed at its end
+            self._thread.start()
 
     def dump(self, run: RunConfig, folder: Path) -> str:
         text = self._dump(run, folder)
         self._final = run, folder
-        self._noted.set()
+        self._has_folder.set()
         return text
 
     def finish(self) -> None:
-        """Wait for the thread, and write the files."""
-        if self._final is None or self._runs_on:
+        """Hash what the thread has not hashed yet, on all cores, and write the files."""
+        if self._final is None or self._run.task is Task.serve:
             return
-        self._thread.join(NOTE_S)
-        if self._thread.is_alive():
-            print(f"hashing the run's inputs for {LOCK}: once for each file", file=sys.stderr, flush=True)
-            self._thread.join()
-        self._write(*self._final)
+        self.stop()
+        if self._is_written:
+            return
+        run, folder = self._final
+        for path in input_files(run).values():
+            self._add(path)
+        waiting = [hashing for hashing in self._hashings.values() if hashing.result is None]
+        num_bytes = sum(hashing.num_waiting_bytes for hashing in waiting)
+        if num_bytes > NOTED_BYTES:
+            print(f"hashing {num_bytes / 1e9:.1f} GB for {LOCK}, once for each file", file=sys.stderr, flush=True)
+        is_interrupted = threading.Event()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                list(pool.map(lambda hashing: _run_hashing(hashing, is_interrupted.is_set), waiting))
+            except BaseException:  # Ctrl-C
+                is_interrupted.set()
+                raise
+        self._write(run, folder)
 
     def stop(self) -> None:
-        """End the thread, unless it has ended."""
-        self._stopped.set()
-        self._noted.set()
-        self._thread.join()
+        """End the thread at its next buffer."""
+        self._is_paused.set()
+        self._has_folder.set()
+        if self._thread.ident is not None:
+            self._thread.join()
 
-    def _hash(self, run: RunConfig) -> None:
+    def _add(self, path: Path) -> None:
+        with suppress(OSError):
+            if path not in self._hashings:
+                self._hashings[path] = Hashing(path)
+
+    def _hash(self) -> None:
         # The run's own threads have precedence on a machine without idle cores. Linux has a priority for each thread.
         if sys.platform == "linux":
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        with suppress(Stopped):
-            for path in input_files(run).values():
-                with suppress(OSError):
-                    self._hashes[path] = hash_file(path, self._stopped.is_set)
+        for path in input_files(self._run).values():
+            self._add(path)
+        for hashing in self._hashings.values():
+            if self._is_paused.is_set():
+                return
+            _run_hashing(hashing, self._is_paused.is_set)
+        if not self._is_paused.is_set():
             _software()
-            self._noted.wait(None if self._runs_on else 0)
-            if self._runs_on and self._final is not None and not self._stopped.is_set():
+        if self._runs_on:
+            self._has_folder.wait()
+            if self._final is not None and not self._is_paused.is_set():
                 self._write(*self._final)
 
     def _write(self, run: RunConfig, folder: Path) -> None:
@@ -163,14 +204,21 @@ class _RunLock:
         if (commits := hub_commits(run)) and environment.is_file():
             values = json.loads(environment.read_bytes()) | {"hub_commits": commits}
             report.write_atomically(environment, [json.dumps(values, indent=2) + "\n"])
+        self._is_written = True
 
     def _current(self, path: Path) -> FileHash:
-        hashed = self._hashes.get(path)
-        if hashed is None or has_changed(hashed):
-            if hashed is not None:
-                log.warning("%s changed during the run: %s has its bytes at the run's end", path, LOCK)
-            hashed = hash_file(path)
-        return hashed
+        hashing = self._hashings.get(path)
+        if hashing is None or hashing.result is None:
+            return hash_file(path)
+        if has_changed(hashing.result):
+            log.warning("%s changed during the run: %s has its bytes at the run's end", path, LOCK)
+            return hash_file(path)
+        return hashing.result
+
+
+def _run_hashing(hashing: Hashing, is_stopped: Callable[[], bool]) -> None:
+    with suppress(OSError):  # run.lock has no hash of a file that cannot be read
+        hashing.run(is_stopped)
 
 
 def describe(run: RunConfig, hashed: Callable[[Path], FileHash] = hash_file) -> dict[str, Any]:

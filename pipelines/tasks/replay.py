@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +33,7 @@ RESULTS = {  # of a task whose results are in the run's folder
 }
 MADE = "output"  # name in the new folder of the model or file that the task makes
 TIMES = {"start_s", "load_s", "evaluate_s", "peak_memory_bytes"}  # metrics that no replay repeats
+REPORTS = ("report.md", "manifest.json")  # name the texts of calibration as they were given, and its digest
 DIGITS = 12  # of a SHA-256 in a message
 
 LockDifference = tuple[str, str]
@@ -56,7 +58,12 @@ def run_replay(run: RunConfig, replay: Replay, dump: Dump) -> None:
         raise UserError(f"--replay={folder}: there is no {before}: give the folder of a finished run with its results")
     _check_lock(folder, list(lock_differences(lock, describe(run))), replay.allowed)
     again = folder.parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    launch(_in_folder(run, again), again, dump)
+    again.mkdir()
+    try:
+        launch(_in_folder(run, again), again, dump)
+    finally:
+        with suppress(OSError):  # it has files
+            again.rmdir()
     if difference := _COMPARED[run.task](Paths(before, _results_of(_in_folder(run, again), again))):
         raise Difference(f"different: {difference}")
     print("equal")
@@ -138,7 +145,7 @@ _COMPARED: dict[Task, Callable[[Paths], str | None]] = {
     Task.embed: vectors_difference,
     Task.evaluate: lambda paths: metrics_difference(paths, TIMES),
     Task.convert: files_difference,
-    Task.quantize: files_difference,
+    Task.quantize: lambda paths: files_difference(paths, REPORTS),
     Task.export: files_difference,
     Task.prefix: files_difference,
 }
