@@ -112,18 +112,24 @@ class ModelConfig:
     """The checkpoint, and how to load it. Its config.json defines the architecture."""
 
     path: str = option("", form=(bool, "a folder or a hub id"))
-    """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
+    """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`.
+
+    A hub id may end in `@REVISION`, and before it in a tag of GGUF files: `org/name:Q4_K_M@v1`.
+    """
     hub: Hub = Hub.huggingface
     """Hub for downloads.
 
     On the command line and in Python the default is modelscope if VLLM_USE_MODELSCOPE=True is set.
     """
     revision: str | None = option(None, form=(bool, "a branch, tag or commit, or null"))
-    """Branch, tag or commit of the hub repository, for weights, tokenizer and config; null: the default branch."""
+    """Branch, tag or commit of the hub repository, for weights, tokenizer and config; null: the default branch.
+
+    The run resolves it to a commit, which its config.yaml has as `org/name@COMMIT`.
+    """
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
-    """Folder of the tokenizer, GGUF file or hub id; empty: the model's own; null: none, prompts are token ids."""
+    """Folder of the tokenizer, GGUF file or hub id (`org/name@REVISION`); empty: the model's own; null: none, prompts are token ids."""
     max_length: int | None = option(None, minimum=1)
     """Most prompt + new tokens of a sequence; null: the checkpoint's context length."""
     allow_pickle: bool = False

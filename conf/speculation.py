@@ -53,7 +53,7 @@ class SpeculationConfig:
     max_candidates: int = option(5, minimum=1, maximum=64)
     """top_p_window: most candidates for a draft token."""
     model_path: str | None = None
-    """speculate=model: folder, GGUF file or hub id of the draft model."""
+    """speculate=model: folder, GGUF file or hub id (`org/name@REVISION`) of the draft model."""
 
     def __post_init__(self) -> None:
         check_fields(self, "decode.speculation")

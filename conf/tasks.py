@@ -157,7 +157,7 @@ class EvaluateConfig:
     limit: int | None = option(None, minimum=1, only_with=WITH_TASKS)
     """Most questions of each of `tasks`; null: all."""
     reference: str = option("none", form=(bool, "a folder, a hub id or none"), only_with=WITH_TEXT)
-    """Folder or hub id of the float model of a quantised model, or none.
+    """Folder or hub id (`org/name@REVISION`) of the float model of a quantised model, or none.
 
     Gives KL divergence and agreement on `data`.
     """

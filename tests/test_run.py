@@ -24,6 +24,7 @@ from tests.helpers.fork_server import true_starts
 
 FILES = {
     *("config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"),
+    "run.lock",
     "run.log",
 }
 

@@ -146,7 +146,7 @@ class _RunLock:
 
     def finish(self) -> None:
         """Hash what the thread has not hashed yet, on all cores, and write the files."""
-        if self._final is None or self._run.task is Task.serve:
+        if self._final is None:
             return
         self.stop()
         if self._is_written:
@@ -157,6 +157,8 @@ class _RunLock:
         waiting = [hashing for hashing in self._hashings.values() if hashing.result is None]
         num_bytes = sum(hashing.num_waiting_bytes for hashing in waiting)
         if num_bytes > NOTED_BYTES:
+            if self._run.task is Task.serve:  # a server that ends is not delayed
+                return
             print(f"hashing {num_bytes / 1e9:.1f} GB for {LOCK}, once for each file", file=sys.stderr, flush=True)
         is_interrupted = threading.Event()
         with ThreadPoolExecutor(os.cpu_count()) as pool:

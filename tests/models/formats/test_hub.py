@@ -15,7 +15,7 @@ import models.formats.hub
 from conf.errors import UserError
 from conf.schema import Hub
 from models.formats import open_checkpoint
-from models.formats.hub import find_checkpoint, find_tokenizer
+from models.formats.hub import find_checkpoint, find_commit, find_downloaded, find_tokenizer
 from tests.helpers.cases import each
 from tests.helpers.modelscope_cache import use_modelscope
 
@@ -25,19 +25,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert find_checkpoint(str(tmp_path), with_weights=True, allow_pickle=False) == tmp_path
-
-
-def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
-    entry = tmp_path / "cache" / "models--org--name"
-    (entry / "refs").mkdir(parents=True)
-    (entry / "refs" / "main").write_text("0" * 40)
-    (entry / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    (entry / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
-    assert (find_checkpoint("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
 
 
 def store(*files: str) -> Path:
@@ -248,17 +235,26 @@ def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(tmp_path: Path) -> None:
-    """In the cache, where each revision is a separate folder."""
+    """In the cache, where each revision is a separate folder. The id names it, or the setting."""
+    assert find_checkpoint(str(tmp_path), with_weights=True, allow_pickle=False) == tmp_path
     entry, commit = store("config.json").parent.parent, "1" * 40
     (entry / "refs" / "v1").write_text(commit)
     (entry / "snapshots" / commit).mkdir()
     (entry / "snapshots" / commit / "config.json").write_text("{}")
     for revision, expected in ((None, "0" * 40), ("main", "0" * 40), ("v1", commit), (commit, commit)):
+        id = "org/name" if revision is None else f"org/name@{revision}"
         for folder in (
             find_checkpoint("org/name", True, False, revision=revision),
+            find_checkpoint(id, True, False, revision=revision),
+            find_checkpoint(id, True, False),
             find_tokenizer("org/name", Hub.huggingface, revision),
+            find_tokenizer(id, Hub.huggingface, None if revision is None else "v9"),
+            find_downloaded(id, Hub.huggingface, None),
         ):
             assert folder == entry / "snapshots" / expected
+            assert folder is not None
+            assert (folder / "config.json").is_file()
+        assert find_commit(id, Hub.huggingface, None, "model.path") == expected
     with pytest.raises(
         UserError, match=r"org/name, and as a hub id at revision v2 it cannot .*\(HF_HUB_OFFLINE is set"
     ):
@@ -269,6 +265,31 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(tmp_path: Path) -> None:
         UserError, match="^model.revision=v1 is not used by .*, which is on disk: leave it out, or give a"
     ):
         find_checkpoint(str(tmp_path), True, False, revision="v1")
+
+
+def test_an_id_with_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag of GGUF files is before the revision."""
+    snapshot = store("config.json", "x-Q8_0.gguf")
+    (snapshot.parent.parent / "refs" / "v1").write_text(snapshot.name)
+    assert find_checkpoint("org/name:Q8_0@v1", True, False) == snapshot / "x-Q8_0.gguf"
+    assert find_downloaded("org/name:Q8_0@v1", Hub.huggingface, None) == snapshot / "x-Q8_0.gguf"
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "x").mkdir()
+    for path, message in (
+        ("org/name@v1:Q8_0", "there is no folder org/name@v1:Q8_0: model.path must be .* or org/name:Q4_K_M@REVISION"),
+        ("org/name@", "there is no folder org/name@: model.path must be"),
+        ("org/name-GGUF@v1", "add the end of a file's name, as in org/name-GGUF:Q4_K_M"),
+        (f"{tmp_path.name}/x@v1", "has a revision, but .*x is on disk: give .*x, or a hub id"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_checkpoint(path, True, False)
+    with pytest.raises(
+        UserError, match="^model.revision=v2 contradicts model.path=org/name@v1: give model.path=org/name"
+    ):
+        find_checkpoint("org/name@v1", True, False, revision="v2")
+    for path in ("org/other", "org/name@v9", "org/name:Q4_K_M@v1", "/nowhere/x"):
+        assert find_downloaded(path, Hub.huggingface, None) is None
+    assert find_commit(str(tmp_path), Hub.huggingface, None, "model.path") is None
 
 
 def test_an_id_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

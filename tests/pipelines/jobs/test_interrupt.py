@@ -43,14 +43,11 @@ def test_a_signal_between_items_is_noticed_at_the_next() -> None:
     assert list(Interruption().checked([1, 2])) == [1, 2]
 
 
-def test_previous_signal_handlers_are_restored() -> None:
+def test_handlers_are_restored_and_another_thread_sets_none() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with interruption():
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_another_thread_takes_no_signals() -> None:
     seen = []
 
     def work() -> None:

@@ -53,8 +53,6 @@ def test_text_prompt(tokenizer: Tokenizer) -> None:
     encoded = PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, prompt="hi"))
     assert (encoded.text, encoded.token_ids) == ("hi", [VOCABULARY[BOS], *ids("hi")])
 
-
-def test_text_prompt_without_special_tokens(tokenizer: Tokenizer) -> None:
     assert PromptEncoder(tokenizer, False, "auto").encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
 
 

@@ -309,13 +309,10 @@ def test_a_json_of_one_line_may_be_a_row(tmp_path: Path) -> None:
     assert (row.prompt, row.source) == ("a", None)
 
 
-def test_a_cell_is_as_long_as_a_prompt(tmp_path: Path) -> None:
+def test_a_cell_is_as_long_as_a_prompt_and_an_invalid_row_of_a_list_is_an_error(tmp_path: Path) -> None:
     prompt = "a story, " * 20_000
     (row,) = read_prompts(write(tmp_path, "a.csv", f'prompt\n"{prompt}"\n'))
     assert row.prompt == prompt
-
-
-def test_an_invalid_row_of_a_list_is_an_error_row(tmp_path: Path) -> None:
     rows = list(read_prompts(write(tmp_path, "a.json", '["a", 3, {"prompt": 4}, {"prompt_token_ids": [5]}]')))
     assert [row.error for row in rows] == [None, "not a JSON object but int", "prompt is of type int, not str", None]
     assert (rows[0].prompt, rows[3].prompt_token_ids) == ("a", [5])
@@ -414,14 +411,11 @@ def rows(prompts: object) -> list[PromptRow]:
     return list(rows_from_python(prompts))
 
 
-def test_python_prompts() -> None:
+def test_python_prompts_and_their_errors() -> None:
     assert rows("nope.txt") == [PromptRow(0, prompt="nope.txt")]
     assert rows(["a", {"prompt_token_ids": [1], "id": 2}]) == [
         PromptRow(0, prompt="a"),
         PromptRow(1, 2, prompt_token_ids=[1]),
     ]
-
-
-def test_bad_python_prompts_become_errors() -> None:
     errors = [row.error for row in rows([3, {"prompt": "a", "b": 1}, {}])]
     assert [str(error)[:15] for error in errors] == ["of type int: gi", "unknown fields ", "the row has non"]

@@ -27,7 +27,7 @@ def test_it_serves_and_ends(tmp_path: Path) -> None:
         assert (model["id"], model["max_model_len"]) == ("tiny", 1024)
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()  # only the engine's process imports it
         assert ended(process) == (0, "")
-    files = {"config.yaml", "requests.jsonl", "run.log", "run.engine.log"}
+    files = {"config.yaml", "requests.jsonl", "run.lock", "run.log", "run.engine.log"}
     assert {file.name for file in (tmp_path / "run").iterdir()} == files
     (line,) = (tmp_path / "run" / "requests.jsonl").read_text().splitlines()
     assert (json.loads(line)["path"], json.loads(line)["status"]) == ("/v1/models", 200)

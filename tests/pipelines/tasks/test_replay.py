@@ -222,21 +222,20 @@ def test_folders_and_arguments_that_cannot_be_replayed(chatty: Path, tmp_path: P
     assert "--replay FOLDER" in for_hydra(["--help"])[0] + for_hydra(["--help"])[-1]
 
 
-@each(
-    "before, now, expected",
-    [
+def test_differences_of_values_and_of_samples(tmp_path: Path) -> None:
+    cases: list[tuple[Any, Any, list[Any]]] = [
         ({"a": 1}, {"a": 1}, []),
         ({"a": float("nan")}, {"a": float("nan")}, []),
         ({"a": 1}, {"a": 1.0}, [(("a",), 1, 1.0)]),
         ({"a": [1, 2]}, {"a": [1]}, [(("a", 1), 2, "absent")]),
-        ({"text": "x", "token_ids": [1]}, {"text": "y", "token_ids": [2]}, [(("token_ids", 0), 1, 2), (("text",), "x", "y")]),
-    ],
-)  # fmt: skip
-def test_differences_of_values(before: Any, now: Any, expected: list[Any]) -> None:
-    assert list(differences(before, now)) == expected
-
-
-def test_samples_name_the_question_that_changed(tmp_path: Path) -> None:
+        (
+            {"text": "x", "token_ids": [1]},
+            {"text": "y", "token_ids": [2]},
+            [(("token_ids", 0), 1, 2), (("text",), "x", "y")],
+        ),
+    ]
+    for before, now, expected in cases:
+        assert list(differences(before, now)) == expected
     paths = Paths(tmp_path / "a" / "metrics.json", tmp_path / "b" / "metrics.json")
     for path, accuracy, score in zip(paths, (0.5, 1.0), (0, 1), strict=True):
         path.parent.mkdir()
