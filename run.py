@@ -93,7 +93,7 @@ if __name__ == "__main__":
                     sys.argv[1:] = for_hydra(sys.argv[1:])
                     main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
-        _end(error, f"error: {explain(error)}")
+        _end(error, f"error: {error if isinstance(error, UserError) else explain(error)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

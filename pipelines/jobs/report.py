@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Dump = Callable[[RunConfig, Path], str]
 """Returns the config.yaml that repeats a run, from the run and its output folder."""
 
+LOCK = "run.lock"
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)

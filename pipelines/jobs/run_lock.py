@@ -24,10 +24,10 @@ from pipelines.jobs import report
 from pipelines.jobs.hub_commits import hub_commits
 from pipelines.jobs.input_files import input_files
 from pipelines.jobs.output_folder import kept_folder
+from pipelines.jobs.report import LOCK
 
 log = logging.getLogger(__name__)
 
-LOCK = "run.lock"
 PACKAGES = (*report.PACKAGES, "numpy", "sentencepiece", "tiktoken", "jinja2", "gguf", "llguidance", "lm-eval")
 CODE = ("conf", "kernels", "models", "quantization", "pipelines")  # folders whose code determines results
 BUFFER_BYTES = 1 << 20  # stays in the second-level cache; hashlib and readinto release the GIL for each

@@ -19,7 +19,6 @@ from pipelines.jobs.journal import NAME as JOURNAL
 from pipelines.jobs.journal import Fingerprint, Journal, dumps, open_journal
 from pipelines.jobs.prompts import Prompts
 from pipelines.jobs.rows import ANSWER, Record, Row, RowExecutor
-from pipelines.jobs.run_lock import LOCK
 from pipelines.jobs.run_log import FILE
 from pipelines.jobs.text_generator import whole_texts
 from pipelines.tasks.predict_rows import PredictRows
@@ -28,7 +27,7 @@ from pipelines.tasks.row_tasks import open_prompts, row_executor
 EXPORTED = "export"  # name of the folder with the exported model, in the run's folder
 OWN_FILES = (
     *("predictions.jsonl", "text_generation_result.txt", "batch_output.jsonl", "batch_error.jsonl", "metrics.json"),
-    *("config.yaml", "environment.json", LOCK, JOURNAL, FILE),
+    *("config.yaml", "environment.json", report.LOCK, JOURNAL, FILE),
 )
 
 

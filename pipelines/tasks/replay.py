@@ -16,8 +16,8 @@ from conf.support.terminal import escape_line
 from conf.tasks import OutputForm
 from pipelines.jobs.compared import Paths, files_difference, metrics_difference, rows_difference, vectors_difference
 from pipelines.jobs.hub_commits import with_commits
-from pipelines.jobs.report import Dump
-from pipelines.jobs.run_lock import LOCK, describe
+from pipelines.jobs.report import LOCK, Dump
+from pipelines.jobs.run_lock import describe
 from pipelines.tasks.launch import launch
 
 REFUSED = {
