@@ -13,6 +13,7 @@ Place = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 FIRST = ("token_ids", "logprobs")  # compared before text and the numbers that follow from the tokens
 ABSENT = "absent"
+UNREPEATED = ("_s", "peak_memory_bytes")  # ends of the names of metrics that no run repeats: seconds, rates, peaks
 
 
 class Paths(NamedTuple):
@@ -102,9 +103,12 @@ def vectors_difference(paths: Paths) -> str | None:
     return None
 
 
-def metrics_difference(paths: Paths, ignored: set[str]) -> str | None:
-    """Return the first difference of two metrics.json, or None. If both have samples.jsonl, name the first sample too."""
-    before, now = (_metrics(path, ignored) for path in paths)
+def metrics_difference(paths: Paths) -> str | None:
+    """Return the first difference of two metrics.json, or None. Times, speeds and peaks of memory are not compared.
+
+    If both have samples.jsonl next to them, name the first sample that differs too.
+    """
+    before, now = (_metrics(path) for path in paths)
     samples = Paths(*(path.with_name("samples.jsonl") for path in paths))
     sample = rows_difference(samples) if all(path.is_file() for path in samples) else None
     for place, old, new in differences(before, now):
@@ -112,8 +116,8 @@ def metrics_difference(paths: Paths, ignored: set[str]) -> str | None:
     return sample
 
 
-def _metrics(path: Path, ignored: set[str]) -> Mapping[str, Any]:
-    return {name: value for name, value in _row(path.read_bytes()).items() if name not in ignored}
+def _metrics(path: Path) -> Mapping[str, Any]:
+    return {name: value for name, value in _row(path.read_bytes()).items() if not name.endswith(UNREPEATED)}
 
 
 def files_difference(paths: Paths, ignored: tuple[str, ...] = ()) -> str | None:

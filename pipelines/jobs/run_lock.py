@@ -112,16 +112,19 @@ def _read_entry(entry: Path, known: tuple[Path, int, int, int]) -> str | None:
 
 @contextmanager
 def locked(run: RunConfig, dump: report.Dump) -> Iterator[report.Dump]:
-    """Hash the inputs of `run` in the block, which is the run. Write run.lock to its folder if the block succeeds.
+    """Hash the inputs of `run` in the block, which is the run. Write run.lock to its folder at the end.
 
     `run`: of `with_commits`. Yields `dump`, which also notes the folder and the final settings. A run that serves or
-    chats writes the file as soon as the inputs are hashed, a run that measures hashes them at its end, and a run without
-    a folder writes none.
+    chats writes the file as soon as the inputs are hashed, a run that measures hashes them at its end. A run without a
+    folder, and a run that ends by an interrupt or a bug, write none.
     """
     lock = _RunLock(run, dump)
     try:
         yield lock.dump
         lock.finish()
+    except UserError:  # for example of a gate, whose results are written
+        lock.finish()
+        raise
     finally:
         lock.stop()
 
@@ -146,7 +149,7 @@ class _RunLock:
 
     def finish(self) -> None:
         """Hash what the thread has not hashed yet, on all cores, and write the files."""
-        if self._final is None:
+        if self._final is None or not self._final[1].is_dir():
             return
         self.stop()
         if self._is_written:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.compose import dump, replayed
 from conf.decoding import DecodeConfig
-from conf.errors import UserError
+from conf.errors import Difference, UserError
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.speculation import Speculate, SpeculationConfig
 from conf.tasks import EvaluateConfig, PredictConfig
@@ -183,9 +184,15 @@ def test_a_lock_has_the_files_that_a_run_reads(chatty: Path, tmp_path: Path, cap
     lock = json.loads((folder / "run.lock").read_text())
     assert lock["seeds"]["decode.seed"] == 5
     assert lock["files"]["predict.chat_template"]["bytes"] == template.stat().st_size
-    for fails in (True, False):  # without results there is no lock, and a run may end before it has a folder
-        with pytest.raises(KeyError) if fails else locked(run, dump), locked(run, dump) as locked_dump:
-            if fails:
-                locked_dump(run, tmp_path / "failed")
-                raise KeyError
-    assert not (tmp_path / "failed").exists()
+    for number, error in enumerate((KeyError(), Difference("a gate"), None)):  # a bug leaves no lock
+        made = tmp_path / f"ended{number}"
+        made.mkdir()
+        with nullcontext() if error is None else pytest.raises(type(error)), locked(run, dump) as locked_dump:
+            locked_dump(run, made)
+            if error is not None:
+                raise error
+        assert (made / "run.lock").exists() == (number > 0)
+    for error in (UserError("before it has a folder"), None):
+        with nullcontext() if error is None else pytest.raises(UserError), locked(run, dump):
+            if error is not None:
+                raise error

@@ -242,11 +242,11 @@ def test_differences_of_values_and_of_samples(tmp_path: Path) -> None:
         path.write_text(json.dumps({"accuracy": accuracy, "load_s": score}))
         samples = [{"kind": "question", "id": "0", "score": 1}, {"kind": "question", "id": "1", "score": score}]
         (path.parent / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    assert metrics_difference(paths, {"load_s"}) == (
+    assert metrics_difference(paths) == (
         "accuracy is 0.5 before and 1.0 now; row 1 of samples.jsonl: score is 0 before and 1 now"
     )
     paths.now.write_text(paths.before.read_text())
-    assert metrics_difference(paths, set()) == "row 1 of samples.jsonl: score is 0 before and 1 now"
+    assert metrics_difference(paths) == "row 1 of samples.jsonl: score is 0 before and 1 now"
     for broken in ("[1]\n", "{\n"):
         paths.now.write_text(broken)
         with pytest.raises(UserError, match="is not a JSON object"):
