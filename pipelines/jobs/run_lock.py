@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from conf.errors import UserError
 from conf.schema import RunConfig, Task
+from conf.support.signals import interrupts_waiting
 from kernels import build
 from pipelines.jobs import report
 from pipelines.jobs.hub_commits import hub_commits
@@ -122,7 +123,7 @@ def locked(run: RunConfig, dump: report.Dump) -> Iterator[report.Dump]:
     try:
         yield lock.dump
         lock.finish()
-    except UserError:  # for example of a gate, whose results are written
+    except (UserError, BrokenPipeError):  # results are written before a gate fails or a reader leaves
         lock.finish()
         raise
     finally:
@@ -139,7 +140,8 @@ class _RunLock:
         self._has_folder, self._is_paused = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._hash, name=LOCK, daemon=True)
         if run.task is not Task.bench:  # which measures: its inputs are hashed at its end
-            self._thread.start()
+            with interrupts_waiting():  # the thread inherits it: a signal that the main thread blocks stays blocked
+                self._thread.start()
 
     def dump(self, run: RunConfig, folder: Path) -> str:
         text = self._dump(run, folder)
