@@ -36,7 +36,8 @@ def main() -> None:
             if job.mode == RunMode.RUN:
                 return _launch(to_run_config(config), output_dir)
             with interrupts_waiting():
-                from pipelines.tasks.sweep import Sweep, objective, recorded_job
+                from pipelines.tasks.sweep import objective, recorded_job
+                from pipelines.tasks.sweep_jobs import Sweep
             with recorded_job(Sweep(sweep_id, job.sweep.dir), output_dir, job.job.num, list(job.overrides.task)):
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
@@ -52,7 +53,8 @@ def main() -> None:
     finally:  # also after an interrupted sweep
         if HydraConfig.initialized():  # initialized by its callback
             with interrupts_waiting():
-                from pipelines.tasks.sweep import Sweep, write_sweep
+                from pipelines.tasks.sweep import write_sweep
+                from pipelines.tasks.sweep_jobs import Sweep
             failure = write_sweep(Sweep(sweep_id, HydraConfig.get().sweep.dir))
     if failure:
         raise UserError(failure)

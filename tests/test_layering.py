@@ -92,7 +92,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "httpx": ("pipelines.server.endpoint",),
     "lm_eval": ("pipelines.lm_eval", "pipelines.tasks.lm_eval"),
     "gradio": ("pipelines.server.chat_page",),
-    "matplotlib": ("pipelines.loading.quantize.report", "pipelines.tasks.sweep"),
+    "matplotlib": ("pipelines.loading.quantize.report", "pipelines.tasks.sweep_picture"),
 }
 
 

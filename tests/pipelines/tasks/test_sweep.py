@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
-from pipelines.tasks.sweep import Sweep, objective, recorded_job, write_sweep
+from pipelines.tasks.sweep import objective, recorded_job, write_sweep
+from pipelines.tasks.sweep_jobs import Sweep
 from tests.helpers.cases import each
 
 METRICS = {
