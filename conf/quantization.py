@@ -203,6 +203,10 @@ class QuantConfig:
         KVCacheScales.dynamic, only_with={"kv_cache": one_of(KVCacheFormat.int8, KVCacheFormat.fp8)}
     )
     """static: scales from calibration, saved with the model; for kv_cache=int8|fp8."""
+    probe: bool = True
+    """Measure the divergence from floats when a model first runs with these settings. Only on a CPU, without ranks."""
+    probe_kl: float = option(0.1, minimum=0, only_with={"probe": one_of(True)})
+    """A larger divergence gives a warning; in nats per token. Healthy combinations of SmolLM2 135M stay below 0.07."""
 
     def __post_init__(self) -> None:
         check_fields(self, "quant")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.decoding import DecodeConfig
@@ -19,6 +19,17 @@ from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.scheduler import Scheduler
 from pipelines.engine.sequence_groups import begin_group
 from pipelines.engine.step_loop import StepLoop
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the predictions of a quantised model are from those of the same model in floats."""
+
+    kl_mean: float
+    """Mean KL(floats || quantised) of a token, in nats."""
+    top1_agreement: float
+    """Share of tokens for which both have the same most likely token."""
+    num_tokens: int
 
 
 class Engine(StepLoop):
@@ -45,6 +56,7 @@ class Engine(StepLoop):
         self.num_blocks, block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.config, self.tokenizer = config, tokenizer
+        self.divergence: Divergence | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
         self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, self.num_blocks, block_size)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)

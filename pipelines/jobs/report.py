@@ -105,11 +105,32 @@ def environment() -> dict[str, Any]:
     }
 
 
+_earlier_peak = 0  # bytes, before the last block of `outside_peak_memory`
+
+
 def reset_peak_memory() -> None:
     """Reset the peak, so that a sweep's job does not report the peak of earlier jobs.
 
     Does nothing on an unsupported system.
     """
+    global _earlier_peak
+    _earlier_peak = 0
+    _reset_system_peak()
+
+
+@contextmanager
+def outside_peak_memory(device: "torch.device") -> Iterator[None]:
+    """Do not count the memory of the block in the peak of a CPU's process."""
+    global _earlier_peak
+    peak = peak_memory_bytes(device)
+    try:
+        yield
+    finally:
+        _reset_system_peak()
+        _earlier_peak = peak
+
+
+def _reset_system_peak() -> None:
     gc.collect()
     if not CLEAR_REFS.exists():
         return
@@ -128,7 +149,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists() and (peak_kib := re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)):
-        return int(peak_kib[1]) * 1024
+        return max(_earlier_peak, int(peak_kib[1]) * 1024)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the process's whole life
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -54,6 +54,8 @@ WEIGHTS = (
     "rank_*/*.ckpt",
 )
 """Files of weights, identified by size and time, because hashing them takes too long."""
+NOT_STORED = {"plan", "imatrix", "probe", "probe_kl"}
+"""Settings of `quant` that do not determine the model's numbers, or whose files do."""
 SOURCES = ("kernels", "models", "quantization")  # packages whose code determines the model's weights
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # samples of a weight file
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model
@@ -159,11 +161,11 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
-    """Return the settings as JSON values, without the paths of a plan and of an importance matrix.
+    """Return the settings as JSON values, without the probe and the paths of a plan and of an importance matrix.
 
     `sparsity` is present only if it prunes, and a budget only if it is set, because files of older versions lack them.
     """
-    unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | {"plan", "imatrix"}
+    unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | NOT_STORED
     unset |= set() if quant.sparsity.prunes else {"sparsity"}
     return {name: value for name, value in plain(asdict(quant)).items() if name not in unset}
 

@@ -14,6 +14,7 @@ from pipelines.jobs.report import NO_PROGRESS, ProgressSink
 from pipelines.loading.build_engine import build_engine
 from pipelines.loading.device import prepare_device
 from pipelines.loading.model_source import ModelSource, OpenModel, ReadyModel, resolve_model
+from pipelines.loading.probe import probe
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.quantize.job import float_model
 
@@ -45,7 +46,9 @@ def open_engine(
     source = open_model(head) if open_model else resolve_model(run.model, head)
     _check(run.parallel.mode, max_num_requests, run.device.max_batched_tokens)
     ready = calibrated(run, source, progress)
-    return source, build_engine(ready, device, run.device, run.parallel, run.decode, max_num_requests, progress)
+    engine = build_engine(ready, device, run.device, run.parallel, run.decode, max_num_requests, progress)
+    engine.divergence = probe(run, source, engine, progress)
+    return source, engine
 
 
 def load_float_engine(

@@ -23,6 +23,8 @@ from pipelines.jobs.output_folder import kept_folder
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, sha256_of
 from pipelines.loading.model_plan import ModelPlan
 
+UNPACKED = {"kv_cache", "probe", "probe_kl"}  # settings of `quant` that do not change the packed weights
+
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +59,7 @@ def _place(plan: ModelPlan) -> Path:
     """
     local = Path(plan.options.path).expanduser()
     model = local.resolve() if local.exists() else Path(plan.options.path)  # or a hub id
-    quant = {name: value for name, value in asdict(plan.quant).items() if name != "kv_cache"}
+    quant = {name: value for name, value in asdict(plan.quant).items() if name not in UNPACKED}
     quant |= {"activations": plan.quant.activations.in_files}
     head = plan.source.architecture.head.name
     identity = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}

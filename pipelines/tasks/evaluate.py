@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         "load_s": load_s,
         "evaluate_s": time.perf_counter() - start,
         "weight_bytes": engine.executor.weight_bytes,
+        "probe": engine.divergence and asdict(engine.divergence),
         "peak_memory_bytes": report.peak_memory_of(engine),
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})

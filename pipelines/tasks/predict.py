@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class PredictJob(RowJob):
         self._output_file, self._output_form = settings.output_file, settings.output_form
 
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
-        totals, counts = self.totals, self.executor.counts()
+        totals, counts, divergence = self.totals, self.executor.counts(), self.executor.loaded.divergence
         return {
             **self.base_metrics(prompts),
             "unused_fields": self._unused_fields(prompts),
@@ -81,6 +81,7 @@ class PredictJob(RowJob):
             "tokens_per_s": (totals["num_generated_tokens"] - self.resumed["num_generated_tokens"]) / run_s,
             **report.draft_metrics(counts.drafts),
             "weight_bytes": self.executor.loaded.weight_bytes,
+            "probe": divergence and asdict(divergence),
             "peak_memory_bytes": counts.peak_memory_bytes,
         }
 

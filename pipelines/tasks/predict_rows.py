@@ -54,7 +54,8 @@ class PredictRows(EngineRows):
         )
         generator = TextGenerator(engine, encoder, settings.prefix, settings.adapter)
         generator.check_new_tokens(run.decode, rows)
-        loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
+        rows_of = fingerprint(run, source, engine)
+        loaded = Loaded(run.decode, rows_of, engine.executor.weight_bytes, divergence=engine.divergence)
 
         def open_batch(seed: int | None) -> "BatchRequests":
             if settings.max_prompt_tokens is not None:

@@ -60,6 +60,15 @@ def read_calibration_data(
     return CalibrationData(drawn[: config.num_samples], drawn[config.num_samples :], source)
 
 
+def built_in_tokens(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
+    """Return the first `num_tokens` tokens of the built-in texts."""
+    token_ids: list[int] = []
+    texts = documents(BUILT_IN_SEED)
+    while len(token_ids) < num_tokens:
+        token_ids += tokenizer.encode(next(texts), True)
+    return token_ids[:num_tokens]
+
+
 def calibration_file(data: str) -> DataFile:
     """Return the file of `calibrate.data`. Raises UserError if it does not exist."""
     missing = "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"

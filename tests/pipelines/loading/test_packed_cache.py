@@ -183,8 +183,9 @@ def test_changed_code_takes_its_place(kept: Path, caplog: pytest.LogCaptureFixtu
     assert len(list(kept.iterdir())) == 1
 
 
-@pytest.mark.parametrize("length", [0, 5, 2000, -1])
+@each("length", [0, 5, 2000, -1])
 def test_a_damaged_file_is_made_again(length: int, kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     load_engine(job(GOLDENS / "llama3"), 3)
     (file,) = kept.iterdir()
     content = file.read_bytes()
