@@ -275,10 +275,11 @@ def replayed(arguments: list[str]) -> tuple[RunConfig, Replay] | None:
     """Return the run of `--replay FOLDER`, None for other arguments. Raises UserError as `replay_of`, and for a config
     that no run has written."""
     replay = replay_of(arguments)
-    return None if replay is None else (_saved_run(replay.folder), replay)
+    return None if replay is None else (saved_run(replay.folder), replay)
 
 
-def _saved_run(folder: Path) -> RunConfig:
+def saved_run(folder: Path) -> RunConfig:
+    """Return the config that a run has saved in its folder. Raises UserError for any other config."""
     file, remedy = folder / "config.yaml", "give the folder of a run, which has a config.yaml"
     if not file.is_file():
         raise UserError(f"{folder} has no config.yaml: {remedy}")

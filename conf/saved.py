@@ -46,6 +46,7 @@ def as_saved(run: RunConfig) -> RunConfig:
         prefix=replace(prefix, output=_given(prefix.output), **prefix_paths),
         calibrate=replace(run.calibrate, data=_existing(run.calibrate.data)),
         serve=replace(serve, chat_template=_template(serve.chat_template), **serve_paths),
+        verify=replace(run.verify, folder=_given(run.verify.folder)),
         sweep=SweepConfig(),
     )
 

@@ -26,6 +26,7 @@ from conf.tasks import (
     PredictConfig,
     PrefixConfig,
     SweepConfig,
+    VerifyConfig,
 )
 
 
@@ -41,6 +42,7 @@ class Task(Enum):
     score = "score"
     chat = "chat"
     serve = "serve"
+    verify = "verify"
 
     @property
     def reads_rows(self) -> bool:
@@ -308,6 +310,7 @@ class RunConfig:
     score: ScoreConfig = option(factory=ScoreConfig, only_with=_of(Task.score))
     chat: ChatConfig = option(factory=ChatConfig, only_with=_of(Task.chat))
     serve: ServeConfig = option(factory=ServeConfig, only_with=_of(Task.serve))
+    verify: VerifyConfig = option(factory=VerifyConfig, only_with=_of(Task.verify))
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -331,6 +334,11 @@ class RunConfig:
         if self.chat.url and loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
             problem = "quant, device, parallel and adapters are not used with chat.url, whose server has its own"
             raise UserError(f"{problem}: leave them out", ErrorCode.excludes, "chat.url")
+        if self.task is Task.verify:
+            if loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
+                problem = "quant, device, parallel and adapters are not used by task=verify, whose folder has its own"
+                raise UserError(f"{problem}: leave them out", ErrorCode.excludes, "verify.folder")
+            self.decode.check_unset("by task=verify", "leave it out, because the job in verify.folder has its own")
         self._check_parallel()
         self._check_predict()
 

@@ -1,4 +1,4 @@
-"""Settings of the tasks predict, bench, evaluate, convert, export and prefix, and of sweeps. A part of schema.py."""
+"""Settings of the tasks predict, bench, evaluate, convert, export, prefix and verify, and of sweeps. A part of schema.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -249,6 +249,21 @@ class PrefixConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "prefix")
+
+
+@dataclass
+class VerifyConfig:
+    """Run rows of a finished job again under settings that must not change them."""
+
+    folder: str | None = option(None, form=(bool, "the folder of a finished job"))
+    """Folder of a finished job of task=predict, embed or score. Its config.yaml has the model and the rows."""
+    rows: int = option(64, minimum=1)
+    """Most rows to run, chosen at random from the job's rows."""
+    seed: int = option(0, minimum=0)
+    """Seed for the choice of rows."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "verify")
 
 
 def _are_metrics(objective: Any) -> bool:

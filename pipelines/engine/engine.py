@@ -170,12 +170,16 @@ class Engine(StepLoop):
                 on_step()  # after the outputs, so that no output is lost if it raises
 
     def steps(
-        self, next_request: Callable[[], Request | Output | None], max_num_requests: int | None = None
+        self,
+        next_request: Callable[[], Request | Output | None],
+        max_num_requests: int | None = None,
+        max_tokens: int | None = None,
     ) -> Generator[list[Output], None, None]:
         """Yield the finished outputs after each step, until nothing runs and there is no further request.
 
         `next_request` is called when fewer than `max_num_requests` requests run. It returns a request, the output of a
-        refused request, or None if there is no request now. Errors and closing are as in `generate`.
+        refused request, or None if there is no request now. `max_tokens`: as for `step`. Errors and closing are as in
+        `generate`.
         """
         limit = min(max_num_requests or self.config.max_num_requests, self.config.max_num_requests)
         alive: list[SequenceGroup] = []
@@ -195,7 +199,7 @@ class Engine(StepLoop):
                     return
                 # Steps of another caller may already have finished all groups.
                 if any(group.sequences for group in alive):
-                    self.step()
+                    self.step(max_tokens)
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
                 yield [group.output() for group in finished]

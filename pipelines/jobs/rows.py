@@ -1,9 +1,9 @@
 """Run the rows of a job on an engine: a task makes a request from each row, and a record from its output."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from conf.decoding import DecodeConfig
@@ -55,6 +55,27 @@ class RowRequest:
     prompt: EncodedPrompt
     answer: Callable[[Output], Row] | None = None
     """Formats the output as a line of an OpenAI batch; None if the row is not a line of a batch."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """How rows run, without an effect on their results."""
+
+    max_num_requests: int | None = None
+    """Most rows that run at once; None: the engine's limit."""
+    max_tokens: int | None = None
+    """Token budget of a step; None: the engine's."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every request's SamplingParams."""
+    observe: Callable[[Output], None] = lambda output: None
+    """Called with each output."""
+
+    def of(self, row_request: RowRequest) -> RowRequest:
+        request = row_request.request
+        return replace(row_request, request=replace(request, params=replace(request.params, **self.params)))
+
+
+AS_LOADED = Variation()
 
 
 class RowExecutor(Protocol):
@@ -116,7 +137,9 @@ class EngineRows(ABC):
         peak = report.peak_memory_of(engine)
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
 
-    def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
+    def steps(
+        self, next_row: Callable[[], PromptRow | None], seed: int | None, variation: Variation = AS_LOADED
+    ) -> Generator[list[Record], None, None]:
         """Yield the records of the rows that each step finished, as `RowExecutor.steps` does."""
         running: dict[int, tuple[PromptRow, RowRequest | None]] = {}
 
@@ -125,15 +148,17 @@ class EngineRows(ABC):
             if row is None:
                 return None
             try:
-                row_request = self.ask(row, seed)
+                row_request = variation.of(self.ask(row, seed))
             except BaseException as error:
                 running[row.index] = row, None
                 return Output(row.index, [], 0, 0, error=error)
             running[row.index] = row, row_request
             return row_request.request
 
-        with closing(self.engine.steps(next_request)) as steps:
+        with closing(self.engine.steps(next_request, variation.max_num_requests, variation.max_tokens)) as steps:
             for outputs in steps:
+                for output in outputs:
+                    variation.observe(output)
                 yield [self._record(*running.pop(output.request_id), output) for output in outputs]
 
     def _record(self, row: PromptRow, row_request: RowRequest | None, output: Output) -> Record:
