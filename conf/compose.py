@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import pooling, quantization, schema, speculation
+from conf import pooling, quantization, schema, speculation, tracker
 from conf.errors import UserError, did_you_mean, list_known_names, shortened
 from conf.flags import DATA, NO_SWEEP, Replay, check_sweep, flags_first, replay_of, with_home
 from conf.former import refuse_former
@@ -166,7 +166,7 @@ def explain(error: Exception) -> str:
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
-    configs_by_class = vars(pooling) | vars(quantization) | vars(speculation) | vars(schema)
+    configs_by_class = vars(pooling) | vars(quantization) | vars(speculation) | vars(tracker) | vars(schema)
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := configs_by_class.get(class_name):  # not for Hydra's own classes
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)

@@ -28,6 +28,7 @@ from conf.tasks import (
     SweepConfig,
     VerifyConfig,
 )
+from conf.tracker import TrackerConfig
 
 
 class Task(Enum):
@@ -313,6 +314,7 @@ class RunConfig:
     verify: VerifyConfig = option(factory=VerifyConfig, only_with=_of(Task.verify))
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         """Raises UserError for settings that this task does not read: sections of other tasks, and calibration."""
@@ -336,7 +338,7 @@ class RunConfig:
             raise UserError(f"{problem}: leave them out", ErrorCode.excludes, "chat.url")
         if self.task is Task.verify:
             if loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
-                problem = "quant, device, parallel and adapters are not used by task=verify, whose folder has its own"
+                problem = "verify.folder has a job with its own quant, device, parallel and adapters"
                 raise UserError(f"{problem}: leave them out", ErrorCode.excludes, "verify.folder")
             self.decode.check_unset("by task=verify", "leave it out, because the job in verify.folder has its own")
         self._check_parallel()

@@ -74,6 +74,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "yaml": (
         "conf.compose",
         "models.formats.mindspore.config",
+        "pipelines.jobs.tracker",
         "pipelines.loading.format_plan",
         "pipelines.loading.topology",
     ),
@@ -91,6 +92,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "llguidance": ("pipelines.engine.guide",),
     "httpx": ("pipelines.server.endpoint",),
     "lm_eval": ("pipelines.lm_eval", "pipelines.tasks.lm_eval"),
+    "mlflow": ("pipelines.jobs.tracker",),
     "gradio": ("pipelines.server.chat_page",),
     "matplotlib": ("pipelines.loading.quantize.report", "pipelines.tasks.sweep_picture"),
 }

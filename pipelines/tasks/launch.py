@@ -17,6 +17,7 @@ from pipelines.jobs.interrupt import RankLost
 from pipelines.jobs.report import Dump, reset_peak_memory
 from pipelines.jobs.run_lock import locked
 from pipelines.jobs.run_log import run_log
+from pipelines.jobs.tracker import tracked
 from pipelines.ranks.launch import degrees, joined, refuse_launched_server
 
 Run = Callable[[RunConfig, Path, Dump], None]
@@ -36,8 +37,8 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         refuse_launched_server(launched)
     with reader_may_leave(), run_log(run.task.name, output_dir):
         run = with_commits(run)
-        with locked(run, dump) as locked_dump:
-            _run_task(run, output_dir, locked_dump)
+        with tracked(run, dump) as noted, locked(run, noted) as dump:  # the tracker logs run.lock too
+            _run_task(run, output_dir, dump)
 
 
 def _run_task(run: RunConfig, output_dir: Path, dump: Dump) -> None:

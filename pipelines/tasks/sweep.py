@@ -17,6 +17,7 @@ from conf.errors import UserError, list_known_names
 from conf.support.signals import reader_may_leave
 from conf.support.terminal import escape_control_chars
 from pipelines.jobs import report
+from pipelines.jobs.tracker import track_sweep
 from pipelines.tasks.sweep_jobs import RECORD, Sweep, join_tasks, read_job, read_record
 from pipelines.tasks.sweep_picture import draw
 from pipelines.tasks.sweep_table import all_metrics, as_csv, as_markdown, main_metrics, make_table, varied_overrides
@@ -97,6 +98,7 @@ def write_sweep(sweep: Sweep) -> str | None:
         print()
         report.print_columns(table)
         print(f"output: {sweep.folder}")
+    track_sweep(sweep.folder, sorted(job_numbers, key=job_numbers.__getitem__))
     if num_failed := sum(job.error is not None for job in read):
         return f"{num_failed} of {len(read)} jobs failed: see {sweep.folder / 'sweep.md'}"
     return None

@@ -71,8 +71,9 @@ def difference_of(index: int, saved: Row, again: Row) -> dict[str, Any] | None:
             raise UserError(f"row {index} has another {name} now than when the job ran: restore the data")
     if saved == again:
         return None
-    pairs = zip_longest(saved.get("completions", [saved]), again.get("completions", [again]), fillvalue={})
-    for number, (before, now) in enumerate(pairs):
+    none: Row = {}
+    completions = [row.get("completions", [row]) for row in (saved, again)]
+    for number, (before, now) in enumerate(zip_longest(*completions, fillvalue=none)):
         if difference := _of_tokens(before, now):
             return {"row": index, "completion": number, **difference}
     names = dict.fromkeys(chain(saved, again))

@@ -29,7 +29,7 @@ from conf.schema import DeviceType, DType, Hub, ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig, SweepConfig
 from tests.helpers.cases import each
 
-GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
+GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "tracker", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 
 
@@ -70,10 +70,10 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("decode=gredy", "decode=gredy does not exist: there are beam, checkpoint, contrastive, greedy, sampling: did you mean greedy?"),
         ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
         ("task=predct",
-         "there are bench, chat, convert, embed, evaluate, export, predict, prefix, quantize, score, serve: did you mean predict?"),
+         "there are bench, chat, convert, embed, evaluate, export, predict, prefix, quantize, score, serve, verify: did you mean predict?"),
         ("decode.temprature=1", "cache_salt, speculate, speculation: did you mean temperature?"),
-        ("decod=greedy", "calibrate, sweep, experiment: did you mean decode?"),
-        ("experment=short_stories", "calibrate, sweep, experiment: did you mean experiment?"),
+        ("decod=greedy", "calibrate, sweep, tracker, experiment: did you mean decode?"),
+        ("experment=short_stories", "calibrate, sweep, tracker, experiment: did you mean experiment?"),
         ("export.format=gptq", "Key 'format' not in 'ExportConfig': there are output, tp, pp, overwrite"),
         ("predict.dta=x", "output_form, export: did you mean data?"),
         ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),

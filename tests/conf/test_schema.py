@@ -53,7 +53,9 @@ from conf.tasks import (
     PrefixConfig,
     SweepConfig,
     Truncation,
+    VerifyConfig,
 )
+from conf.tracker import Tracker, TrackerConfig
 from tests.helpers.cases import each
 
 RANGE, VALUE, FORM = ErrorCode.out_of_range, ErrorCode.unknown_value, ErrorCode.malformed
@@ -109,6 +111,9 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ExportConfig, "export", RANGE, {"tp": [0, 513], "pp": [0]}),
     (ExportConfig, "export", FORM, {"output": [""]}),
     (PrefixConfig, "prefix", FORM, {"output": [""], "chat_template": [""]}),
+    (VerifyConfig, "verify", RANGE, {"rows": [0], "seed": [-1]}),
+    (VerifyConfig, "verify", FORM, {"folder": [""]}),
+    (TrackerConfig, "tracker", NEEDS, {"uri": ["sqlite:///a.db"], "experiment": ["x"]}),
     (ScoreConfig, "score", FORM, {"instruction": [""]}),
     (SweepConfig, "sweep", FORM, {"objective": [1, "", [], [""], ["perplexity", 2], {"perplexity": 1}]}),
     (ChatConfig, "chat", RANGE, {"port": [-1]}),
@@ -125,6 +130,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
 RAY, BENCH = ParallelConfig(ParallelMode.ray, replicas=2), {"task": Task.bench}
 AUTO = QuantConfig(QuantScheme.int8, activations=Activations.auto)
 LOSSY = SpeculationConfig(acceptance=Acceptance.top_p_window)
+MLFLOW = {"kind": Tracker.mlflow}
 TP, GUIDE = {"mode": ParallelMode.tp}, {"regex": "a"}
 PRUNED = {"method": SparsityMethod.wanda}
 TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
@@ -157,6 +163,8 @@ TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
     (BenchConfig, {"data": "rows.jsonl", "prompt_tokens": 9}, EXCLUDES, "bench.prompt_tokens"),
     (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, RANGE, "evaluate.stride"),
     (ConvertConfig, {"max_shard_size": "1GB", "format": CheckpointFormat.gguf}, NEEDS, "convert.max_shard_size"),
+    (TrackerConfig, {**MLFLOW, "uri": "mlflow.db"}, FORM, "tracker.uri"),
+    (TrackerConfig, {**MLFLOW, "experiment": ""}, FORM, "tracker.experiment"),
     (ChatConfig, {"url": "http://a", "chat_template": "x"}, EXCLUDES, "chat.chat_template"),
     (RunConfig, {**BENCH, "predict": PredictConfig(batch_size=3)}, NEEDS, "predict.batch_size"),
     (RunConfig, {**BENCH, "predict": PredictConfig(data="x")}, NEEDS, "predict.data"),
@@ -175,6 +183,8 @@ TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
     (RunConfig, {"embed": EmbedConfig(instruction="x")}, NEEDS, "embed.instruction"),
     (RunConfig, {"score": ScoreConfig("x")}, NEEDS, "score.instruction"),
     (RunConfig, {"chat": ChatConfig(system="x")}, NEEDS, "chat.system"),
+    (RunConfig, {"verify": VerifyConfig(rows=1)}, NEEDS, "verify.rows"),
+    (RunConfig, {"task": Task.verify, "parallel": ParallelConfig(**TP)}, EXCLUDES, "verify.folder"),
     (RunConfig, {"serve": ServeConfig(port=1)}, NEEDS, "serve.port"),
     (RunConfig, {"quant": QuantConfig(sparsity=SparsityConfig(**PRUNED))}, NEEDS, "quant.sparsity.method"),
     (RunConfig, {"decode": DecodeConfig(speculate=Speculate.ngram), "quant": AUTO}, EXCLUDES, "decode.speculate"),

@@ -142,14 +142,14 @@ def test_bad_row_keeps_its_id(tmp_path: Path) -> None:
     assert row.id == "x"
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "rounds"),
     [
-        pytest.param({"src": ["a"]}, ["a"], id="one round"),
-        pytest.param({"src": ["a"], "tgt": ["x"]}, ["a"], id="the last answer is left out"),
-        pytest.param({"src": ["a", "b"], "tgt": ["x"]}, ["a", "x", "b"], id="two rounds"),
-        pytest.param({"src": ["a", "b"], "tgt": "x"}, ["a", "x", "b"], id="one answer as a text"),
-        pytest.param({"src": ["a", "b", "c"], "tgt": ["x", "y", "z"]}, ["a", "x", "b", "y", "c"], id="three rounds"),
+        ({"src": ["a"]}, ["a"]),
+        ({"src": ["a"], "tgt": ["x"]}, ["a"]),  # the last answer is left out
+        ({"src": ["a", "b"], "tgt": ["x"]}, ["a", "x", "b"]),
+        ({"src": ["a", "b"], "tgt": "x"}, ["a", "x", "b"]),
+        ({"src": ["a", "b", "c"], "tgt": ["x", "y", "z"]}, ["a", "x", "b", "y", "c"]),
     ],
 )
 def test_src_and_tgt_are_rounds(tmp_path: Path, row: object, rounds: list[str]) -> None:
