@@ -26,7 +26,7 @@ def rows_difference(paths: Paths) -> str | None:
     with open(paths.before, "rb") as before, open(paths.now, "rb") as now:
         for number, lines in enumerate(zip_longest(before, now)):
             if lines[0] != lines[1]:
-                return f"row {number} of {paths.now.name}: {_row_difference(*map(_row, lines))}"
+                return f"row {number} of {paths.now.name}: {row_difference(*map(_row, lines))}"
     return None
 
 
@@ -39,14 +39,13 @@ def _row(line: bytes | None) -> dict[str, Any]:
         raise UserError(f"a line of the results is not a JSON object ({error}): run the job again") from error
 
 
-def _row_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+def row_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the first difference of two rows that are not equal."""
     place, old, new = next(differences(before, now), ((), "these bytes", "other bytes"))
     number = next((key for key in reversed(place) if isinstance(key, int)), None)
     sample = f"completion {place[1]}: " if place[:1] == ("completions",) else ""
     if place and place[-1] == number and "token_ids" in place[-2:]:
-        old, new = (
-            _with_logprob(_value_at(row, place[:-2]), number, value) for row, value in ((before, old), (now, new))
-        )
+        old, new = (_with_logprob(row, place, value) for row, value in ((before, old), (now, new)))
         return f"{sample}token {number} is {old} before and {new} now"
     if number is not None and "logprobs" in place:
         completion = _value_at(now, place[: place.index("logprobs")])
@@ -55,12 +54,18 @@ def _row_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     return f"{_dotted(place)} is {shortened(repr(old))} before and {shortened(repr(new))} now"
 
 
-def _with_logprob(completion: Any, number: str | int, token: Any) -> str:
-    """Return a token with its log probability, if the completion has it."""
+def _with_logprob(row: dict[str, Any], place: Place, token: Any) -> str:
+    logprob = logprob_at(row, place)
+    return str(token) if logprob is None else f"{token} (log probability {logprob})"
+
+
+def logprob_at(row: dict[str, Any], place: Place) -> float | None:
+    """Return the log probability of the token at `place`; None if the row does not have it or the place has no token."""
     try:
-        return f"{token} (log probability {completion['logprobs'][number][str(token)]['logprob']})"
+        completion, number = _value_at(row, place[:-2]), place[-1]
+        return float(completion["logprobs"][number][str(completion["token_ids"][number])]["logprob"])
     except (KeyError, IndexError, TypeError):
-        return str(token)
+        return None
 
 
 def differences(before: Any, now: Any, place: Place = ()) -> Iterator[tuple[Place, Any, Any]]:

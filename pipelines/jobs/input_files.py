@@ -3,8 +3,10 @@
 import glob
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from conf.errors import UserError
 from conf.schema import RunConfig, Task, Weights
 from models.formats.hub import find_downloaded
 from models.tokenizers.template_files import NAMED_TEMPLATES
@@ -24,6 +26,7 @@ CONFIGS = (
 WEIGHTS = ("*.safetensors", "*.gguf", "*.pt2", "*.npy", "*.ckpt", "*.pdparams", "rank_*/*", "[0-9]*_*/*")
 PICKLES = ("*.bin", "*.pt", "*.pth")  # read only if there is no other file of weights
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model
+JOB_FILES = ("config.yaml", "predictions.jsonl", "rows.jsonl", "embeddings.npy", "scores.jsonl")
 SINGLE = ("data", "questions", "chat_template", "plan", "imatrix")  # settings whose value may name a file
 
 
@@ -32,12 +35,26 @@ def input_files(run: RunConfig) -> dict[str, Path]:
 
     `run`: of `with_commits`. A hub id that is not downloaded yet has no files.
     """
+    if run.task is Task.verify:
+        return _files_of_job(run)
     files = {f"device.kept_prefixes.{number}": Path(path) for number, path in enumerate(run.device.kept_prefixes)}
     files |= {key: Path(text).expanduser() for key, text in _single(run) if _is_file(text)}
     for key, path in _folders(run):
         has_weights = key != TOKENIZER and (key != "model.path" or run.model.weights is Weights.checkpoint)
         files |= {f"{key}/{name}": file for name, file in _files_in(path, has_weights).items()}
     return dict(sorted(files.items()))
+
+
+def _files_of_job(run: RunConfig) -> dict[str, Path]:
+    """Return the files of the job in `verify.folder`: its config and results, and the files that it reads."""
+    from conf.compose import saved_run  # imported here: servers and engines run without Hydra
+
+    folder = Path(run.verify.folder or "").expanduser()
+    files = {f"verify.folder/{name}": folder / name for name in JOB_FILES if (folder / name).is_file()}
+    with suppress(UserError):  # the task refuses such a folder
+        job = saved_run(folder)
+        files |= input_files(job) if job.task.reads_rows else {}
+    return files
 
 
 def _single(run: RunConfig) -> Iterator[tuple[str, str]]:

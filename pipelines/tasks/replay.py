@@ -30,6 +30,7 @@ RESULTS = {  # of a task whose results are in the run's folder
     Task.embed: "embeddings.npy",
     Task.score: "scores.jsonl",
     Task.evaluate: "metrics.json",
+    Task.verify: "certificate.json",
 }
 MADE = "output"  # name in the new folder of the model or file that the task makes
 REPORTS = ("report.md", "manifest.json")  # name the texts of calibration as they were given, and its digest
@@ -51,7 +52,7 @@ def run_replay(run: RunConfig, replay: Replay, dump: Dump) -> None:
         raise UserError(f"--replay={folder} is of task={run.task.name}, which {REFUSED[run.task]}: {remedy}")
     if "-" in (run.predict.data, run.prefix.data):
         raise UserError(f"--replay={folder} read standard input, which is not saved: run it with a file as data")
-    lock, run = _read_lock(folder), with_commits(run)
+    lock, run = read_lock(folder), with_commits(run)
     before = _results_of(run, folder)
     if not before.exists():
         raise UserError(f"--replay={folder}: there is no {before}: give the folder of a finished run with its results")
@@ -69,7 +70,8 @@ def run_replay(run: RunConfig, replay: Replay, dump: Dump) -> None:
     print("equal")
 
 
-def _read_lock(folder: Path) -> dict[str, Any]:
+def read_lock(folder: Path) -> dict[str, Any]:
+    """Return the run.lock of a run's folder. Raises UserError for a file that is missing or damaged."""
     try:
         lock = json.loads((folder / LOCK).read_bytes())
         if all(isinstance(lock[name], dict) for name in ("files", "packages", "seeds")):
@@ -121,7 +123,7 @@ def _in_folder(run: RunConfig, folder: Path) -> RunConfig:
     predict = replace(run.predict, resume="none", output_file=None, output_form=OutputForm.predictions)
     if run.task.reads_rows:
         return replace(run, predict=predict)
-    if run.task is Task.evaluate:
+    if run.task in RESULTS:
         return run
     name, made = run.task.name, str(folder / MADE)
     unset = {} if run.task is Task.prefix else {"overwrite": False}
@@ -144,6 +146,7 @@ _COMPARED: dict[Task, Callable[[Paths], str | None]] = {
     Task.score: rows_difference,
     Task.embed: vectors_difference,
     Task.evaluate: metrics_difference,
+    Task.verify: metrics_difference,
     Task.convert: files_difference,
     Task.quantize: lambda paths: files_difference(paths, REPORTS),
     Task.export: files_difference,

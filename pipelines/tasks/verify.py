@@ -12,23 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import Difference, UserError
-from conf.schema import DeviceConfig, ParallelConfig, ParallelMode, RunConfig, Weights
+from conf.schema import DeviceConfig, RunConfig
 from conf.speculation import Speculate, SpeculationConfig
 from conf.support.terminal import escape_line
 from pipelines.engine import Engine, Output
 from pipelines.engine.request_factory import max_blocks
 from pipelines.jobs import report
-from pipelines.jobs.journal import NAME as JOURNAL
-from pipelines.jobs.journal import dumps
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import EngineRows, Row, Variation
+from pipelines.jobs.run_lock import hash_file
 from pipelines.loading.device import prepare_device
 from pipelines.tasks.row_tasks import open_prompts
+from pipelines.tasks.verify_job import changes_since, check_settings, finished_job, of_folder
 from pipelines.tasks.verify_rows import KINDS, difference_of, result_of, saved_rows
 
 CERTIFICATE = "certificate.json"
 CHUNKS = (33, 256)  # token budgets of a step: less than a block's multiple, and less than most engines'
 THREADS = (1, 2, 3)
+PREEMPTION = "preemption"
+WIDTH = 22  # of a check's name
 Rows = dict[int, Row]
 """Results by row index."""
 
@@ -51,74 +53,37 @@ def run_verify(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     Raises Difference, after the certificate is written, if a row differs. Raises UserError, before any file is written,
     for a folder that is not a finished job over rows, and if its model or its data is gone or has changed.
     """
-    if run.verify.folder is None:
-        raise UserError("verify.folder is missing: give the folder of a finished job of task=predict, embed or score")
-    if run.model.path != str(report.REPOSITORY / "models/tiny"):
-        raise UserError(
-            f"model.path={run.model.path} is not used by task=verify, whose folder has its own: leave it out"
-        )
-    folder = Path(run.verify.folder).expanduser().absolute()
-    job = _finished_job(folder)
-    with _of_folder(folder):
+    check_settings(run)
+    folder = Path(run.verify.folder or "").expanduser().absolute()
+    job = finished_job(folder)
+    with of_folder(folder):
         prompts = open_prompts(job.predict)
         num_rows, saved = saved_rows(folder, job.task, run.verify.rows, run.verify.seed)
         chosen = _inputs(prompts, num_rows, saved)
+        changes = changes_since(folder, job)
         size = min(max(len(chosen), job.predict.batch_size), job.device.max_batched_tokens)
         with report.progress_bar() as progress:
             rows = KINDS[job.task].rows.load(replace(job, predict=replace(job.predict, batch_size=size)), progress)
-    results = [_result(rows, check, job, chosen, saved) for check in _checks(job, rows.engine)]
+        print(f"rows: {len(saved)} of {num_rows}", flush=True)
+        results = [_result(rows, check, job, chosen, saved) for check in _checks(job, rows.engine)]
+    different = [result for result in results if not result["equal"]]
     certificate = {
         "folder": str(folder),
         "task": job.task.name,
+        "results": {name: hash_file(folder / name).sha256 for name in KINDS[job.task].files},
+        "changes": changes,
         "seed": run.verify.seed,
         "num_rows_of_job": num_rows,
         "rows": sorted(saved),
-        "equal": all(result["equal"] for result in results),
+        "equal": not different,
         "checks": results,
     }
     config = dump(run, output_dir)
     report.write_run(output_dir, config, {CERTIFICATE: json.dumps(certificate, indent=2) + "\n"})
-    _print(results, len(saved), output_dir)
-    if different := [result for result in results if not result["equal"]]:
-        first = f"{different[0]['name']}: {dumps(different[0]['difference'])}"
+    print(escape_line(f"output: {output_dir / CERTIFICATE}"))
+    if different:
+        first = f"{different[0]['name']}: {different[0]['difference']['line']}"
         raise Difference(f"different: {len(different)} of {len(results)} checks of {folder}; the first, {first}")
-
-
-def _finished_job(folder: Path) -> RunConfig:
-    from conf.compose import saved_run  # here, so that an engine can be built where Hydra is not installed
-
-    where, remedy = f"verify.folder={folder}", "give the folder of a finished job of task=predict, embed or score"
-    if not folder.is_dir():
-        raise UserError(f"{where} is not a folder: {remedy}")
-    if (folder / JOURNAL).exists():
-        raise UserError(f"{where} has an unfinished job: finish it by run.py predict.resume={folder}, then verify it")
-    with _of_folder(folder):
-        job = saved_run(folder)
-    if job.task not in KINDS:
-        raise UserError(f"{where} is a run of task={job.task.name}, which has no rows: {remedy}")
-    if not (folder / "metrics.json").is_file():
-        raise UserError(f"{where} has no metrics.json, so that its job did not finish: {remedy}")
-    if job.predict.data in (None, "-"):
-        raise UserError(f"{where} has rows of standard input, which are not kept: run the job again with a file")
-    if job.predict.export:
-        raise UserError(f"{where} ran an exported model: run a job with model.path={folder}/export, and verify that")
-    if job.parallel.mode is ParallelMode.ray:
-        if job.parallel.tp or job.parallel.pp:
-            raise UserError(f"{where} ran ranks on Ray, which one engine is not: verify a job of parallel=tp or pp")
-        job = replace(job, parallel=ParallelConfig())
-    path = job.model.path
-    if job.model.weights is Weights.checkpoint and path.startswith("/") and not Path(path).exists():
-        raise UserError(f"{where} needs its model {path}, which does not exist: put it back")
-    return replace(job, predict=replace(job.predict, resume="none", output_file=None))
-
-
-@contextmanager
-def _of_folder(folder: Path) -> Iterator[None]:
-    """Put the folder in front of a UserError of the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"verify.folder={folder} cannot be verified: {error}") from error
 
 
 def _inputs(prompts: Any, num_rows: int, saved: Rows) -> list[PromptRow]:
@@ -145,7 +110,7 @@ def _checks(job: RunConfig, engine: Engine) -> Iterator[Check]:
         yield Check("speculate=ngram", Variation(params=drafts))
         if job.decode.speculate is not Speculate.none:
             yield Check("speculate=none", Variation(params={"speculate": Speculate.none}))
-    yield Check("preemption", preempts=True)
+    yield Check(PREEMPTION, preempts=True)
 
 
 def _result(rows: EngineRows, check: Check, job: RunConfig, chosen: list[PromptRow], saved: Rows) -> dict[str, Any]:
@@ -166,8 +131,8 @@ def _result(rows: EngineRows, check: Check, job: RunConfig, chosen: list[PromptR
         ):
             again |= {record["row"]["index"]: result_of(record) for record in records}
     differences = (difference_of(index, saved[index], again[index]) for index in sorted(saved))
-    difference = next((each_difference for each_difference in differences if each_difference), None)
-    return {
+    difference = next(filter(None, differences), None)
+    result = {
         "name": check.name,
         "num_rows": len(again),
         "num_preemptions": num_preemptions,
@@ -175,6 +140,8 @@ def _result(rows: EngineRows, check: Check, job: RunConfig, chosen: list[PromptR
         "equal": difference is None,
         "difference": difference,
     }
+    _print(result)
+    return result
 
 
 @contextmanager
@@ -203,14 +170,10 @@ def _shrink(rows: EngineRows, chosen: list[PromptRow], seed: int | None) -> None
     engine.pin(max(0, engine.num_free_blocks - largest))
 
 
-def _print(results: list[dict[str, Any]], num_rows: int, output_dir: Path) -> None:
-    lines = []
-    for result in results:
-        text = "equal" if result["equal"] else f"different: {dumps(result['difference'])}"
-        if result["name"] == "preemption":
-            text += f" ({result['num_preemptions']} preemptions)"
-        if result["num_accepted_tokens"]:
-            text += f" ({result['num_accepted_tokens']} drafts accepted)"
-        lines.append((result["name"], text))
-    report.print_table([("rows", str(num_rows)), *lines])
-    print(escape_line(f"output: {output_dir / CERTIFICATE}"))
+def _print(result: dict[str, Any]) -> None:
+    text = "equal" if result["equal"] else f"different: {result['difference']['line']}"
+    if result["name"] == PREEMPTION:
+        text += f" ({result['num_preemptions']} preemptions)"
+    if result["num_accepted_tokens"]:
+        text += f" ({result['num_accepted_tokens']} drafts accepted)"
+    print(f"{result['name']:<{WIDTH}}  {escape_line(text)}", flush=True)

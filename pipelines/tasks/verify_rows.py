@@ -4,7 +4,6 @@ import base64
 import json
 import random
 from collections.abc import Iterator
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import Task
+from pipelines.jobs.compared import differences, logprob_at, row_difference
 from pipelines.jobs.journal import dumps
 from pipelines.jobs.rows import EngineRows, Record, Row
 from pipelines.tasks.embed import EmbedRows
@@ -22,16 +22,16 @@ VECTOR = "vector"
 
 
 class Kind(NamedTuple):
-    """A task over rows: who computes its rows, and the file of its results."""
+    """A task over rows: the class that computes its rows, and the files of its results: rows, then vectors."""
 
     rows: type[EngineRows]
-    file: str
+    files: tuple[str, ...]
 
 
 KINDS = {
-    Task.predict: Kind(PredictRows, "predictions.jsonl"),
-    Task.embed: Kind(EmbedRows, "rows.jsonl"),
-    Task.score: Kind(ScoreRows, "scores.jsonl"),
+    Task.predict: Kind(PredictRows, ("predictions.jsonl",)),
+    Task.embed: Kind(EmbedRows, ("rows.jsonl", "embeddings.npy")),
+    Task.score: Kind(ScoreRows, ("scores.jsonl",)),
 }
 INPUT = ("prompt", "id", "num_prompt_tokens", "num_truncated_tokens")  # fields that the input alone determines
 
@@ -41,14 +41,14 @@ def saved_rows(folder: Path, task: Task, num_wanted: int, seed: int) -> tuple[in
 
     Raises UserError for a file that is missing, empty or damaged.
     """
-    file = folder / KINDS[task].file
+    file, *files_of_vectors = (folder / name for name in KINDS[task].files)
     num_rows = sum(1 for _ in _lines(file))
     if not num_rows:
         raise UserError(f"{file} is empty: give the folder of a finished job")
     chosen = set(random.Random(seed).sample(range(num_rows), min(num_wanted, num_rows)))
     rows = {index: _parsed(file, index, line) for index, line in enumerate(_lines(file)) if index in chosen}
-    if task is Task.embed:
-        vectors = _vectors(folder / "embeddings.npy", num_rows)
+    for file_of_vectors in files_of_vectors:
+        vectors = _vectors(file_of_vectors, num_rows)
         rows = {index: row | ({} if row["error"] else {VECTOR: vectors[index].tolist()}) for index, row in rows.items()}
     return num_rows, rows
 
@@ -61,45 +61,19 @@ def result_of(record: Record) -> Row:
 
 
 def difference_of(index: int, saved: Row, again: Row) -> dict[str, Any] | None:
-    """Return the first difference of a row: where it is, and both values. None: the row is equal to the bit.
+    """Return the first difference of a row: its place, both values, and a line. None: the row is equal to the bit.
 
-    A difference of tokens has the position in the completion, both tokens, and both log probabilities if the rows have
-    them. Raises UserError if the row's input has changed.
+    A difference of tokens has both log probabilities, if the rows have them. Raises UserError if the row's input has
+    changed.
     """
     for name in INPUT:
         if saved.get(name) != again.get(name) and not saved["error"] and not again["error"]:
             raise UserError(f"row {index} has another {name} now than when the job ran: restore the data")
-    if saved == again:
-        return None
-    none: Row = {}
-    completions = [row.get("completions", [row]) for row in (saved, again)]
-    for number, (before, now) in enumerate(zip_longest(*completions, fillvalue=none)):
-        if difference := _of_tokens(before, now):
-            return {"row": index, "completion": number, **difference}
-    names = dict.fromkeys(chain(saved, again))
-    name = next(name for name in names if saved.get(name) != again.get(name))
-    before, now = saved.get(name), again.get(name)
-    if isinstance(before, list) and isinstance(now, list):
-        items = enumerate(zip_longest(before, now))
-        position, (before, now) = next((at, pair) for at, pair in items if pair[0] != pair[1])
-        return {"row": index, "field": name, "position": position, "saved": before, "again": now}
-    return {"row": index, "field": name, "saved": before, "again": now}
-
-
-def _of_tokens(before: Row, now: Row) -> dict[str, Any] | None:
-    tokens = zip_longest(before.get("token_ids") or [], now.get("token_ids") or [])
-    for position, pair in enumerate(tokens):
-        if pair[0] != pair[1]:
-            both = {"position": position, "saved_token": pair[0], "token": pair[1]}
-            logprobs = [_logprob(row, position, token) for row, token in zip((before, now), pair, strict=True)]
-            return both | {"saved_logprob": logprobs[0], "logprob": logprobs[1]}
+    for place, before, now in differences(saved, again):
+        logprobs = {"logprob_before": logprob_at(saved, place), "logprob_now": logprob_at(again, place)}
+        line = f"row {index}: {row_difference(saved, again)}"
+        return {"row": index, "place": list(place), "before": before, "now": now, **logprobs, "line": line}
     return None
-
-
-def _logprob(row: Row, position: int, token: int | None) -> float | None:
-    logprobs = row.get("logprobs") or []
-    entry = logprobs[position].get(str(token)) if position < len(logprobs) else None
-    return entry and entry["logprob"]
 
 
 def _lines(file: Path) -> Iterator[bytes]:

@@ -16,10 +16,19 @@ from conf.pooling import EmbedConfig, PoolingMode
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task
 from conf.serving import ChatConfig
-from conf.tasks import BenchConfig, ConvertConfig, EvaluateConfig, ExportConfig, PredictConfig, PrefixConfig
+from conf.tasks import (
+    BenchConfig,
+    ConvertConfig,
+    EvaluateConfig,
+    ExportConfig,
+    PredictConfig,
+    PrefixConfig,
+    VerifyConfig,
+)
 from pipelines.jobs.compared import Paths, differences, metrics_difference, rows_difference
 from pipelines.tasks.launch import launch
-from pipelines.tasks.replay import run_replay
+from pipelines.tasks.replay import REFUSED, run_replay
+from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_reward_model
 
@@ -73,20 +82,25 @@ def runs_of(model: Path, folder: Path) -> dict[str, RunConfig]:
         "prefix": of(
             model, Task.prefix, prefix=PrefixConfig(data="Once upon a time " * 3, output=str(folder / "made.prefix"))
         ),
+        "verify": RunConfig(Task.verify, TINY, verify=VerifyConfig(str(folder / "job"))),
     }
 
 
-TASKS = ["predict", "embed", "score", "evaluate", "convert", "quantize", "prefix"]
+TASKS = ["predict", "embed", "score", "evaluate", "convert", "quantize", "prefix", "verify"]
+TINY = ModelConfig(str(REPOSITORY / "models/tiny"))  # the default, which task=verify does not read
 
 
 @each("task", [*TASKS, "export"], quick=TASKS)
 def test_a_replay_is_equal(task: str, chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if task == "score":
         write_reward_model(tmp_path / "reward")
-    folder = tmp_path / "runs" / "first"
-    launch(runs_of(chatty, tmp_path)[task], folder, dump)
+    folder, runs = tmp_path / "runs" / "first", runs_of(chatty, tmp_path)
+    if task == "verify":
+        launch(runs["predict"], tmp_path / "job", dump)
+    launch(runs[task], folder, dump)
     inputs = json.loads((folder / "run.lock").read_text())["files"]
-    assert any(file.startswith("model.path/") for file in inputs)
+    assert "model.path/model.safetensors" in inputs or task == "score"
+    assert ("verify.folder/predictions.jsonl" in inputs) == (task == "verify")
     capsys.readouterr()
     replay(folder)
     assert capsys.readouterr().out.splitlines()[-1] == "equal"
@@ -219,6 +233,7 @@ def test_folders_and_arguments_that_cannot_be_replayed(chatty: Path, tmp_path: P
         with pytest.raises(UserError, match=message):
             replayed(arguments)
     assert replayed(["decode.seed=1"]) is None
+    assert {task.name for task in Task} == {*TASKS, "export", *(task.name for task in REFUSED)}
     assert "--replay FOLDER" in for_hydra(["--help"])[0] + for_hydra(["--help"])[-1]
 
 

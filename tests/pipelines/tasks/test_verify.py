@@ -1,5 +1,6 @@
 """`task=verify`: every check of a true job is equal, a changed result is found where it is, other folders are refused."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig, VerifyConfig
 from pipelines.jobs.report import REPOSITORY
 from pipelines.tasks.embed import run_embed
-from pipelines.tasks.predict import run_predict
+from pipelines.tasks.launch import launch
 from pipelines.tasks.verify import run_verify
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
@@ -59,10 +60,11 @@ def checks(certificate: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def finished(chatty: Path, tmp_path: Path) -> Path:
+def finished(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a finished job of task=predict with log probabilities."""
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path / "outputs"))
     folder = tmp_path / "job"
-    run_predict(job(chatty, tmp_path / "rows.jsonl", Task.predict), folder, dump)
+    launch(job(chatty, tmp_path / "rows.jsonl", Task.predict), folder, dump)
     return folder
 
 
@@ -70,6 +72,9 @@ def test_a_true_job_is_equal_under_every_check(finished: Path, tmp_path: Path) -
     certificate = verify(finished, tmp_path / "out")
     by_name = checks(certificate)
     assert certificate["equal"]
+    assert certificate["changes"] == []
+    digest = hashlib.sha256((finished / "predictions.jsonl").read_bytes()).hexdigest()
+    assert certificate["results"] == {"predictions.jsonl": digest}
     assert all(check["equal"] and check["num_rows"] == len(ROWS) for check in by_name.values())
     names = "again batch_size=1 batch_size=3 threads=1 threads=2 max_batched_tokens=33 max_batched_tokens=256 "
     assert list(by_name) == [*names.split(), "prefix_cache=false", "speculate=ngram", "preemption"]
@@ -94,8 +99,8 @@ def test_a_vector_that_differs_is_found(tmp_path: Path) -> None:
         verify(tmp_path / "job", tmp_path / "out")
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     difference = certificate["checks"][0]["difference"]
-    assert (difference["row"], difference["field"], difference["position"]) == (4, "vector", 7)
-    assert np.nextafter(np.float32(difference["again"]), np.float32(2)) == np.float32(difference["saved"])
+    assert (difference["row"], difference["place"]) == (4, ["vector", 7])
+    assert np.nextafter(np.float32(difference["now"]), np.float32(2)) == np.float32(difference["before"])
 
 
 def change(folder: Path, index: int, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -109,13 +114,20 @@ def test_a_token_that_differs_is_found_and_other_folders_are_refused(finished: P
     shutil.copytree(finished, tmp_path / "changed")
     token = json.loads((finished / "predictions.jsonl").read_text().splitlines()[0])["token_ids"][5]
     change(tmp_path / "changed", 0, lambda row: row["token_ids"].__setitem__(5, 1 if token != 1 else 2))
+    lock = json.loads((finished / "run.lock").read_text())
+    lock["packages"]["torch"] = "0.1"
+    (tmp_path / "changed" / "run.lock").write_text(json.dumps(lock))
     with pytest.raises(Difference) as raised:
         verify(tmp_path / "changed", tmp_path / "out")
     assert raised.value.exit_code == 3
-    difference = json.loads((tmp_path / "out" / "certificate.json").read_text())["checks"][0]["difference"]
-    assert (difference["row"], difference["completion"], difference["position"]) == (0, 0, 5)
-    assert (difference["token"], difference["saved_logprob"]) == (token, None)  # the wrong token has none
-    assert difference["logprob"] < 0
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert [change.split(" before")[0] for change in certificate["changes"]] == ["package torch: 0.1"]
+    difference = certificate["checks"][0]["difference"]
+    assert (difference["row"], difference["place"], difference["now"]) == (0, ["token_ids", 5], token)
+    assert difference["logprob_before"] is None  # the wrong token has none
+    assert difference["logprob_now"] < 0
+    assert str(raised.value).endswith(f"first, again: {difference['line']}")
+    assert difference["line"].startswith("row 0: token 5 is ")
     file = finished / "predictions.jsonl"
     refused: list[tuple[str, Callable[[Path], Any]]] = [
         ("is not a folder", shutil.rmtree),
@@ -123,6 +135,7 @@ def test_a_token_that_differs_is_found_and_other_folders_are_refused(finished: P
         ("cannot be read", lambda folder: (folder / "config.yaml").write_text("a: [")),
         ("not the config that a run has written", lambda folder: (folder / "config.yaml").write_text("")),
         ("has an unfinished job", lambda folder: (folder / "journal.jsonl").touch()),
+        ("run.lock is damaged", lambda folder: (folder / "run.lock").write_text("{")),
         ("has no metrics.json", lambda folder: (folder / "metrics.json").unlink()),
         ("line 6 of .* is damaged", lambda folder: (folder / file.name).write_bytes(file.read_bytes()[:-9])),
         ("is empty", lambda folder: (folder / file.name).write_text("")),
