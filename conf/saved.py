@@ -47,6 +47,7 @@ def as_saved(run: RunConfig) -> RunConfig:
         calibrate=replace(run.calibrate, data=_existing(run.calibrate.data)),
         serve=replace(serve, chat_template=_template(serve.chat_template), **serve_paths),
         verify=replace(run.verify, folder=_given(run.verify.folder)),
+        tracker=run.tracker.saved,
         sweep=SweepConfig(),
     )
 

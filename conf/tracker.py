@@ -1,7 +1,8 @@
 """Settings of experiment trackers. A part of schema.py."""
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -13,11 +14,13 @@ class Tracker(Enum):
     mlflow = "mlflow"  # extra `mlflow`
 
 
+FORM = "a URI without a password, such as sqlite:////FOLDER/mlflow.db or http://HOST:5000"
 _MLFLOW = {"kind": one_of(Tracker.mlflow)}
 
 
 def _is_uri(uri: Any) -> bool:
-    return re.fullmatch(r"[a-z+]+:.+|databricks", uri) is not None
+    """Whether it is a URI without a password, because config.yaml and the store itself would have it."""
+    return re.fullmatch(r"[a-z0-9+]+:.+|databricks", uri) is not None and not re.search(r"//[^/@]*:[^/@]*@", uri)
 
 
 @dataclass
@@ -25,12 +28,20 @@ class TrackerConfig:
     """Where a run is logged when it ends: its config, metrics, tables and pictures."""
 
     kind: Tracker = option(Tracker.none, typed_as="tracker")
-    uri: str | None = option(
-        None, form=(_is_uri, "a URI such as sqlite:////FOLDER/mlflow.db or http://HOST:5000"), only_with=_MLFLOW
-    )
-    """The tracking store. null: MLflow's own default, which its variable MLFLOW_TRACKING_URI sets."""
+    uri: str | None = option(None, form=(_is_uri, FORM), only_with=_MLFLOW)
+    """The tracking store. null: MLflow's own default, which its variable MLFLOW_TRACKING_URI sets.
+
+    Passwords are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or in MLFLOW_TRACKING_URI.
+    """
     experiment: str = option("quintet", form=(bool, "a name"), only_with=_MLFLOW)
     """The experiment of the store that the run belongs to."""
 
     def __post_init__(self) -> None:
         check_fields(self, "tracker")
+
+    @property
+    def saved(self) -> "TrackerConfig":
+        """The same store from any working directory: with the absolute path of a SQLite file."""
+        if file := re.fullmatch(r"sqlite:///([^/].*)", self.uri or ""):
+            return replace(self, uri=f"sqlite:///{os.path.abspath(file[1])}")
+        return self

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,23 +18,24 @@ import yaml
 
 from conf.schema import RunConfig
 from conf.tracker import Tracker, TrackerConfig
+from pipelines.jobs.report import Dump
 
 log = logging.getLogger(__name__)
 
-Dump = Callable[[RunConfig, Path], str]
+EXTRA = ("mlflow", "sqlalchemy", "alembic")  # packages of the extra mlflow
 JOB = "job.json"  # in the folder of a sweep's job
 NOT_OF_THE_RUN = ("defaults", "hydra")  # sections of config.yaml
 LOGGED = (".yaml", ".json", ".md", ".csv", ".png", ".lock")
 """Suffixes of a folder's files that are logged. Results of rows (.jsonl, .npy) stay in the folder."""
 BATCH = 100  # most params, and most metrics here, of one call
 VALUE = 6000  # most characters of a param
+REASON = 200  # most characters of a warning's reason
 QUIET = {  # MLflow's own switches, unless the user has set them: a server that is away costs seconds, not minutes
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-
-
 QUIET_LOGS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3": logging.ERROR}  # a retry is no warning
 
 
@@ -112,7 +114,8 @@ class _Client:
         try:
             settings = [Param(_name(key), str(value)[:VALUE]) for key, value in _flat(_config(folder))]
             numbers = [(key, value) for key, value in _flat(_json(folder / "metrics.json")) if _is_finite(value)]
-            metrics = [Metric(_name(key), float(value), 0, 0) for key, value in numbers]
+            now = int(time.time() * 1e3)
+            metrics = [Metric(_name(key), float(value), now, 0) for key, value in numbers]
             for start in range(0, max(len(settings), len(metrics)), BATCH):
                 part = slice(start, start + BATCH)
                 self._client.log_batch(id, metrics=metrics[part], params=settings[part])
@@ -128,12 +131,14 @@ class _Client:
 def _try(tracker: TrackerConfig, log_run: Callable[[], object]) -> None:
     try:
         log_run()
+    except ImportError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        remedy = "'quintet[mlflow]'" if package in EXTRA else package  # a database's driver
+        log.warning("tracker=mlflow needs the package %s: pip install %s", package, remedy)
     except Exception as error:
-        missing = isinstance(error, ImportError)
-        remedy = ": pip install 'quintet[mlflow]'" if missing else ""
-        uri = re.sub(r"//[^/@]*@", "//", str(tracker.uri))  # without a password
-        reason = " ".join(str(error).split())[:200].replace(str(tracker.uri), uri)
-        log.warning("tracker.uri=%s does not have this run (%s%s)", uri, reason or type(error).__name__, remedy)
+        reason = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # without a password
+        problem = reason[:REASON].rstrip(".") or type(error).__name__
+        log.warning("tracker.uri=%s failed: %s: the run's files are in its folder", tracker.uri, problem)
 
 
 def _is_unfinished_job(folder: Path) -> bool:
