@@ -13,7 +13,8 @@ Place = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 FIRST = ("token_ids", "logprobs")  # compared before text and the numbers that follow from the tokens
 ABSENT = "absent"
-UNREPEATED = ("_s", "peak_memory_bytes")  # ends of the names of metrics that no run repeats: seconds, rates, peaks
+UNREPEATED = ("_s", "peak_memory_bytes", "changes")
+"""Ends of the names of metrics that no run repeats: seconds, rates, peaks, and changes since the job of a certificate."""
 
 
 class Paths(NamedTuple):

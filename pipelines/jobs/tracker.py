@@ -29,7 +29,7 @@ LOGGED = (".yaml", ".json", ".md", ".csv", ".png", ".lock")
 """Suffixes of a folder's files that are logged. Results of rows (.jsonl, .npy) stay in the folder."""
 BATCH = 100  # most params, and most metrics here, of one call
 VALUE = 6000  # most characters of a param
-REASON = 200  # most characters of a warning's reason
+REASON = 400  # most characters of a warning's reason
 QUIET = {  # MLflow's own switches, unless the user has set them: a server that is away costs seconds, not minutes
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
