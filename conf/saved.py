@@ -25,7 +25,8 @@ def as_saved(run: RunConfig) -> RunConfig:
     }
     prefix_paths: dict[str, Any] = {"data": _data(prefix.data), "chat_template": _template(prefix.chat_template)}
     evaluate_paths: dict[str, Any] = {
-        key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference", "tasks_folder")
+        key: _existing(getattr(run.evaluate, key))
+        for key in ("data", "questions", "reference", "tasks_folder", "against")
     }
     serve, quant, decode, convert = run.serve, run.quant, run.decode, run.convert
     convert_paths: dict[str, Any] = {key: _given(getattr(convert, key)) for key in ("output", "lora", "imatrix")}

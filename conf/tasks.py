@@ -1,11 +1,12 @@
 """Settings of the tasks predict, bench, evaluate, convert, export, prefix and verify, and of sweeps. A part of schema.py."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from conf.constraints import check_fields, is_set, one_of, option
-from conf.errors import ErrorCode, check
+from conf.errors import ErrorCode, UserError, check
 from conf.support.sizes import num_bytes
 
 
@@ -132,6 +133,17 @@ WITH_TEXT = {"data": is_set(give="FILE")}
 WITH_TASKS = {"tasks": is_set(give="[NAME]")}
 
 
+GATES = {"accuracy": ("questions", "against"), "perplexity_ratio": ("data", "against"), "kl_mean": ("reference",)}
+"""Metrics of evaluate.gate, and the settings of evaluate that each needs."""
+GATE_FORM = "null, or bounds such as {accuracy: -0.01, perplexity_ratio: 1.02, kl_mean: 0.01}, all or some"
+
+
+def _is_gate(gate: Any) -> bool:
+    if not isinstance(gate, dict) or not gate or not gate.keys() <= GATES.keys():
+        return False
+    return all(type(bound) in (int, float) and math.isfinite(bound) for bound in gate.values())
+
+
 @dataclass
 class EvaluateConfig:
     """The data that a model is measured on: a text, questions, or both."""
@@ -161,9 +173,25 @@ class EvaluateConfig:
 
     Gives KL divergence and agreement on `data`.
     """
+    against: str | None = option(None, form=(bool, "the folder of an earlier task=evaluate, or null"))
+    """Folder of an earlier run on the same data, to compare with sample by sample."""
+    gate: Any = option(None, form=(_is_gate, GATE_FORM))  # a dict, as model.adapters
+    """Bounds of the unfavourable ends of 95 % intervals, for exit code 3: {accuracy: -0.01, perplexity_ratio: 1.02}.
+
+    accuracy: the least difference from `against`; perplexity_ratio: the largest quotient; kl_mean: the largest KL
+    divergence from `reference`.
+    """
+    seed: int = option(0, minimum=0)
+    """Seed of the draws of bootstrap intervals."""
 
     def __post_init__(self) -> None:
         check_fields(self, "evaluate")
+        for name in self.gate or {}:
+            for needed in GATES[name]:
+                key = f"evaluate.gate.{name}"
+                if getattr(self, needed) in (None, "none"):
+                    problem = f"{key} needs evaluate.{needed}"
+                    raise UserError(f"{problem}: give it, or leave the bound out", ErrorCode.needs_other, key)
         if self.window and self.stride:
             limit = f"at most evaluate.window={self.window}, so that no token is left out"
             check(self.stride <= self.window, "evaluate.stride", self.stride, limit, ErrorCode.out_of_range)

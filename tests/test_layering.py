@@ -94,7 +94,11 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "lm_eval": ("pipelines.lm_eval", "pipelines.tasks.lm_eval"),
     "mlflow": ("pipelines.jobs.tracker",),
     "gradio": ("pipelines.server.chat_page",),
-    "matplotlib": ("pipelines.loading.quantize.report", "pipelines.tasks.sweep_picture"),
+    "matplotlib": (
+        "pipelines.loading.quantize.report",
+        "pipelines.tasks.evaluate_compare",
+        "pipelines.tasks.sweep_picture",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from conf.schema import RunConfig, Task, Weights
 from models.formats.hub import find_downloaded
 from models.tokenizers.template_files import NAMED_TEMPLATES
 from pipelines.jobs.hub_commits import DRAFT, REFERENCE, TOKENIZER, loads_a_model
+from pipelines.jobs.report import LOCK
 
 CONFIGS = (
     "*.json",
@@ -27,6 +28,7 @@ WEIGHTS = ("*.safetensors", "*.gguf", "*.pt2", "*.npy", "*.ckpt", "*.pdparams", 
 PICKLES = ("*.bin", "*.pt", "*.pth")  # read only if there is no other file of weights
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model
 JOB_FILES = ("config.yaml", "predictions.jsonl", "rows.jsonl", "embeddings.npy", "scores.jsonl")
+COMPARED = ("samples.jsonl", LOCK)  # what an evaluate run reads of an earlier one
 SINGLE = ("data", "questions", "chat_template", "plan", "imatrix")  # settings whose value may name a file
 
 
@@ -39,6 +41,9 @@ def input_files(run: RunConfig) -> dict[str, Path]:
         return _files_of_job(run)
     files = {f"device.kept_prefixes.{number}": Path(path) for number, path in enumerate(run.device.kept_prefixes)}
     files |= {key: Path(text).expanduser() for key, text in _single(run) if _is_file(text)}
+    if run.task is Task.evaluate and run.evaluate.against:
+        against = Path(run.evaluate.against).expanduser()
+        files |= {f"evaluate.against/{name}": file for name in COMPARED if (file := against / name).is_file()}
     for key, path in _folders(run):
         has_weights = key != TOKENIZER and (key != "model.path" or run.model.weights is Weights.checkpoint)
         files |= {f"{key}/{name}": file for name, file in _files_in(path, has_weights).items()}
@@ -94,8 +99,12 @@ def _files_in(path: Path, has_weights: bool) -> dict[str, Path]:
     if not path.is_dir():
         pattern = SPLIT.sub(r"-?????\1", glob.escape(path.name))
         return {file.name: file for file in path.parent.glob(pattern) if file.is_file()}
-    weights = _matches(path, WEIGHTS) or _matches(path, PICKLES) if has_weights else {}
-    return _matches(path, CONFIGS) | weights
+    return _matches(path, CONFIGS) | (weight_files(path) if has_weights else {})
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """Return the files of a model's weights by their names in its folder. Of a GGUF model all parts."""
+    return (_matches(path, WEIGHTS) or _matches(path, PICKLES)) if path.is_dir() else _files_in(path, True)
 
 
 def _matches(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:

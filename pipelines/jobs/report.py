@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -75,14 +75,14 @@ def write_atomically(path: Path, content: Iterable[str | bytes] | bytes) -> None
         os.close(folder)
 
 
-def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None:
+def write_run(output_dir: Path, config_yaml: str, files: Mapping[str, str | bytes]) -> None:
     """Write config.yaml, environment.json and a task's own files, given by name."""
     output_dir.mkdir(parents=True, exist_ok=True)
     log_in(output_dir)
     write_atomically(output_dir / "config.yaml", [config_yaml])
     write_atomically(output_dir / "environment.json", [json.dumps(environment(), indent=2) + "\n"])
-    for name, text in files.items():
-        write_atomically(output_dir / name, [text])
+    for name, content in files.items():
+        write_atomically(output_dir / name, [content])
 
 
 def environment() -> dict[str, Any]:

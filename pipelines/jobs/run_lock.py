@@ -29,7 +29,7 @@ from pipelines.jobs.report import LOCK
 
 log = logging.getLogger(__name__)
 
-PACKAGES = (*report.PACKAGES, "numpy", "sentencepiece", "tiktoken", "jinja2", "gguf", "llguidance", "lm-eval")
+PACKAGES = (*report.PACKAGES, "numpy", "scipy", "sentencepiece", "tiktoken", "jinja2", "gguf", "llguidance", "lm-eval")
 CODE = ("conf", "kernels", "models", "quantization", "pipelines")  # folders whose code determines results
 BUFFER_BYTES = 1 << 20  # stays in the second-level cache; hashlib and readinto release the GIL for each
 KEPT_BYTES = 1 << 20  # smaller files are hashed each time, in a millisecond
@@ -240,7 +240,11 @@ def describe(run: RunConfig, hashed: Callable[[Path], FileHash] = hash_file) -> 
         **_software(),
         "processor": report.cpu_name(),
         "gpu": _gpu_name(run),
-        "seeds": {"decode.seed": run.decode.seed, "calibrate.seed": run.calibrate.seed},
+        "seeds": {
+            "decode.seed": run.decode.seed,
+            "calibrate.seed": run.calibrate.seed,
+            "evaluate.seed": run.evaluate.seed,
+        },
     }
 
 

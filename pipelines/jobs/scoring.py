@@ -48,19 +48,38 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
     return windows
 
 
-@dataclass
+@dataclass(frozen=True)
+class Divergence:
+    """How a window's predictions differ from a reference model's."""
+
+    kl: Tensor
+    """KL(reference || model) of each scored token in nats, float64 [R]."""
+    num_agreed: int
+    """Scored tokens for which both models have the same most likely token."""
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    nll: float
+    """Negative log likelihood of the scored tokens in nats, their sum."""
+    num_tokens: int
+    divergence: Divergence | None
+    """None without a reference model."""
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Sums over scored tokens.
+    """The scores of all windows, in order. The reference's metrics are None without a reference model."""
 
-    With a reference model it also has KL(reference || model) of each token in nats, and the number of tokens for which
-    both models have the same most likely token.
-    """
+    windows: list[WindowScore]
 
-    num_tokens: int = 0
-    nll: float = 0.0
-    kl: list[Tensor] | None = None
-    """Float64 [R] each."""
-    num_agreed: int | None = None
+    @property
+    def num_tokens(self) -> int:
+        return sum(window.num_tokens for window in self.windows)
+
+    @property
+    def nll(self) -> float:
+        return math.fsum(window.nll for window in self.windows)
 
     @property
     def nll_per_token(self) -> float:
@@ -68,25 +87,40 @@ class Scores:
 
     @property
     def perplexity(self) -> float | None:
-        """Return the perplexity; None if it exceeds the largest float."""
-        try:
-            return math.exp(self.nll_per_token)
-        except OverflowError:
-            return None
+        return perplexity(self.nll_per_token)
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        """One per window, or none without a reference model."""
+        return [window.divergence for window in self.windows if window.divergence]
 
     @property
     def kl_mean(self) -> float | None:
-        return None if self.kl is None else torch.cat(self.kl).mean().item()
+        kl = self._kl
+        return None if kl is None else kl.mean().item()
 
     @property
     def kl_p99(self) -> float | None:
         """Return the 99th percentile over tokens, interpolated as numpy does."""
-        return None if self.kl is None else float(np.quantile(torch.cat(self.kl).numpy(), 0.99))
+        kl = self._kl
+        return None if kl is None else float(np.quantile(kl.numpy(), 0.99))
 
     @property
     def top1_agreement(self) -> float | None:
         """Return the share, from 0 to 1, of tokens for which both models have the same most likely token."""
-        return None if self.num_agreed is None else self.num_agreed / self.num_tokens
+        return sum(d.num_agreed for d in self.divergences) / self.num_tokens if self.divergences else None
+
+    @property
+    def _kl(self) -> Tensor | None:
+        return torch.cat([d.kl for d in self.divergences]) if self.divergences else None
+
+
+def perplexity(nll_per_token: float) -> float | None:
+    """Return the perplexity; None if it exceeds the largest float."""
+    try:
+        return math.exp(nll_per_token)
+    except OverflowError:
+        return None
 
 
 def score(
@@ -103,11 +137,11 @@ def score(
     logits that are not finite.
     """
     engines = [engine] if reference is None else [engine, reference]
-    scores = Scores() if reference is None else Scores(kl=[], num_agreed=0)
+    scores: list[WindowScore] = []
     for step in _steps(engines, windows):
-        _score_step(scores, engines, step)
-        on_step(scores.num_tokens)
-    return scores
+        scores += _score_step(engines, step)
+        on_step(sum(window.num_tokens for window in scores))
+    return Scores(scores)
 
 
 @dataclass(frozen=True)
@@ -171,16 +205,23 @@ def _targets(windows: list[Window], device: torch.device) -> Tensor:
 
 
 @torch.inference_mode()
-def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) -> None:
+def _score_step(engines: list[Engine], windows: list[Window]) -> list[WindowScore]:
     hidden = [_hidden(engine, windows) for engine in engines]  # each [R, E]
     targets = _targets(windows, hidden[0].device)  # [R]
+    nll, kl, agreed = list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
         logits = [finite_logits(engine.executor, h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
         logprobs, *expected = [row.log_softmax(-1) for row in logits]  # float32 [R, V]
-        scores.num_tokens += len(logprobs)
-        scores.nll -= logprobs.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
-        if scores.kl is not None and scores.num_agreed is not None:
+        nll.append(-logprobs.gather(-1, targets[rows, None])[:, 0].double().cpu())
+        if expected:
             # Float32 differences are small and exact to about 1e-6. Float64 sums keep that precision.
-            scores.kl.append((expected[0].exp() * (expected[0] - logprobs)).sum(-1, dtype=torch.float64).cpu())
-            scores.num_agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+            kl.append((expected[0].exp() * (expected[0] - logprobs)).sum(-1, dtype=torch.float64).cpu())
+            agreed.append((logits[0].argmax(-1) == logits[1].argmax(-1)).cpu())
+    counts = [window.num_scored for window in windows]
+    divergences: list[Divergence | None] = [None] * len(windows)
+    if kl:
+        parts = zip(torch.cat(kl).split(counts), torch.cat(agreed).split(counts), strict=True)
+        divergences = [Divergence(part, int(same.sum())) for part, same in parts]
+    nlls = [part.sum().item() for part in torch.cat(nll).split(counts)]
+    return [WindowScore(*values) for values in zip(nlls, counts, divergences, strict=True)]

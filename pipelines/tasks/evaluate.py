@@ -12,9 +12,35 @@ from conf.schema import RunConfig, Weights
 from conf.tasks import EvaluateConfig
 from pipelines.engine import Engine
 from pipelines.jobs import report
-from pipelines.jobs.scoring import Scores, score, sliding_windows
+from pipelines.jobs.scoring import Scores, Window, score, sliding_windows
 from pipelines.loading.load_engine import load_engine, load_float_engine
-from pipelines.tasks.evaluate_data import Text, encode_text, read_questions, read_texts, right_answers
+from pipelines.tasks.evaluate_baseline import Baseline, read_baseline
+from pipelines.tasks.evaluate_compare import (
+    COMPARISON,
+    PICTURE,
+    Comparison,
+    changed_table,
+    check_gate,
+    check_gate_windows,
+    compare,
+    comparison_table,
+    draw_comparison,
+)
+from pipelines.tasks.evaluate_data import Question, Text, ask, encode_text, read_questions, read_texts
+from pipelines.tasks.evaluate_samples import (
+    DOCUMENT,
+    QUESTION,
+    SAMPLES,
+    WINDOW,
+    Sample,
+    by_key,
+    quality,
+    question_inputs,
+    question_samples,
+    window_inputs,
+    window_samples,
+    write_samples,
+)
 
 DEFAULT_WINDOW = 512  # tokens
 BATCH_SIZE = 16  # questions per batch
@@ -22,45 +48,77 @@ GREEDY = {"temperature": 0, "num_beams": 1, "penalty_alpha": 0, "n": 1, "logprob
 
 
 def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Measure and write the results.
+    """Measure and write the results. Raises Difference, after they are written, if evaluate.gate is not passed.
 
     Raises UserError, before any file is written, for files, rows and models that cannot be measured.
     """
-    data, questions_file = run.evaluate.data, run.evaluate.questions
-    if data is None and questions_file is None and not run.evaluate.tasks:
-        options = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
-        raise UserError(f"there is nothing to evaluate: give {options}, or several of them")
-    texts = [] if data is None else read_texts(data)
-    questions = [] if questions_file is None else read_questions(questions_file)
-    if not questions:
-        run.decode.check_unset("without evaluate.questions", "leave it out, or ask questions")
+    texts, questions = _read_data(run)
+    asked = question_inputs(questions)
+    baseline = _read_baseline(run.evaluate, asked)
     start = time.perf_counter()
     with report.progress_bar() as progress:
         engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress)
         if engine.tokenizer is None:
             raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
-        if questions_file is not None:
+        if questions:
             run = replace(run, decode=_greedy(run.decode, engine))
-        if data is not None:
+        if texts:
             run = replace(run, evaluate=_windowed(run.evaluate, engine))
         token_ids = [encode_text(engine.tokenizer, text) for text in texts]
+        windows = _windows(run.evaluate, token_ids)
+        read = window_inputs(windows)
+        check_gate_windows(run.evaluate.gate or {}, len(read))
+        if baseline:
+            baseline.check_data(WINDOW, read)
         reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress)
+        if baseline:
+            baseline.check_reference(run.evaluate.reference, run.model)
         load_s, start = time.perf_counter() - start, time.perf_counter()
-        right = right_answers(engine, questions, run.decode, progress.generated)
-        scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
-        tasks = _ask_lm_eval(engine, run.evaluate) if run.evaluate.tasks else {}
+        answers = ask(engine, questions, run.decode, progress.generated)
+        scores = _score(windows, engine, reference, progress) if texts else None
+        tasks, documents = _ask_lm_eval(engine, run.evaluate) if run.evaluate.tasks else ({}, [])
+    evaluate_s, peak_memory = time.perf_counter() - start, report.peak_memory_of(engine)  # without the intervals
+    samples = [*window_samples(read, scores)] if scores else []
+    samples += [*question_samples(asked, questions, answers), *documents]
     metrics = {
-        **_quality(scores, right),
+        **quality(scores, answers, run.evaluate.seed),
         "tasks": tasks,
         "start_s": report.START_S,
         "load_s": load_s,
-        "evaluate_s": time.perf_counter() - start,
+        "evaluate_s": evaluate_s,
         "weight_bytes": engine.executor.weight_bytes,
         "probe": engine.divergence and asdict(engine.divergence),
-        "peak_memory_bytes": report.peak_memory_of(engine),
+        "peak_memory_bytes": peak_memory,
     }
-    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
-    _print(metrics, output_dir)
+    files = {"metrics.json": json.dumps(metrics, indent=2) + "\n", SAMPLES: write_samples(samples)}
+    comparison, compared_files = _compare(samples, baseline, run.evaluate.seed) if baseline else (None, {})
+    report.write_run(output_dir, dump(run, output_dir), files | compared_files)
+    for name in {COMPARISON, PICTURE} - compared_files.keys():
+        (output_dir / name).unlink(missing_ok=True)  # of an earlier run in this folder
+    _print(metrics, comparison, output_dir)
+    check_gate(run.evaluate.gate or {}, metrics, comparison)
+
+
+def _read_data(run: RunConfig) -> tuple[list[Text], list[Question]]:
+    evaluate = run.evaluate
+    if evaluate.data is None and evaluate.questions is None and not evaluate.tasks:
+        options = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
+        raise UserError(f"there is nothing to evaluate: give {options}, or several of them")
+    texts = [] if evaluate.data is None else read_texts(evaluate.data)
+    questions = [] if evaluate.questions is None else read_questions(evaluate.questions)
+    if not questions:
+        run.decode.check_unset("without evaluate.questions", "leave it out, or ask questions")
+    return texts, questions
+
+
+def _read_baseline(evaluate: EvaluateConfig, asked: dict[str, str]) -> Baseline | None:
+    """Return the run of evaluate.against. Raises UserError if it asked other questions than `asked`, by digest."""
+    if evaluate.against is None:
+        return None
+    baseline = read_baseline(evaluate.against)
+    baseline.check_data(QUESTION, asked)
+    baseline.check_tasks(evaluate.tasks)
+    return baseline
 
 
 def _greedy(decode: DecodeConfig, engine: Engine) -> DecodeConfig:
@@ -93,7 +151,16 @@ def _windowed(evaluate: EvaluateConfig, engine: Engine) -> EvaluateConfig:
     return replace(evaluate, window=window, stride=stride)
 
 
-def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str, float]]:
+def _windows(evaluate: EvaluateConfig, token_ids: list[list[int]]) -> list[list[Window]]:
+    """Return the windows of each text."""
+    if not token_ids:
+        return []
+    assert evaluate.window is not None
+    assert evaluate.stride is not None
+    return [sliding_windows(ids, evaluate.window, evaluate.stride) for ids in token_ids]
+
+
+def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> tuple[dict[str, dict[str, Any]], list[Sample]]:
     try:
         from pipelines.tasks.lm_eval import evaluate_tasks
     except ImportError as error:
@@ -102,15 +169,9 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str
 
 
 def _score(
-    evaluate: EvaluateConfig,
-    engine: Engine,
-    reference: Engine | None,
-    token_ids: list[list[int]],
-    progress: report.ProgressSink,
+    windows_by_text: list[list[Window]], engine: Engine, reference: Engine | None, progress: report.ProgressSink
 ) -> Scores:
-    assert evaluate.window is not None
-    assert evaluate.stride is not None
-    windows = [window for ids in token_ids for window in sliding_windows(ids, evaluate.window, evaluate.stride)]
+    windows = [window for text_windows in windows_by_text for window in text_windows]
     total = sum(window.num_scored for window in windows)
     return score(engine, windows, reference, lambda num_tokens: progress.scored(num_tokens, total))
 
@@ -139,22 +200,24 @@ def _load_reference(
     return reference
 
 
-def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
-    return {
-        "nll_per_token": scores and scores.nll_per_token,
-        "perplexity": scores and scores.perplexity,
-        "kl_mean": scores and scores.kl_mean,
-        "kl_p99": scores and scores.kl_p99,
-        "top1_agreement": scores and scores.top1_agreement,
-        "num_scored_tokens": scores.num_tokens if scores else 0,
-        "accuracy": sum(right) / len(right) if right else None,
-        "num_questions": len(right),
-    }
+def _compare(samples: list[Sample], baseline: Baseline, seed: int) -> tuple[Comparison, dict[str, str | bytes]]:
+    """Return the comparison and its files. Raises UserError for documents of lm_eval that the baseline has not."""
+    now = by_key(samples)
+    baseline.check_data(DOCUMENT, {id: sample["input"] for (kind, id), sample in now.items() if kind == DOCUMENT})
+    comparison = compare(now, baseline.samples, seed)
+    files: dict[str, str | bytes] = {COMPARISON: comparison.as_json()}
+    if picture := draw_comparison(now, baseline.samples):
+        files[PICTURE] = picture
+    return comparison, files
 
 
-def _print(metrics: dict[str, Any], output_dir: Path) -> None:
-    def shown(name: str, style: str, unit: str = "", factor: float = 1.0) -> str:
-        return "-" if metrics[name] is None else f"{metrics[name] * factor:{style}}{unit}"
+def _print(metrics: dict[str, Any], comparison: Comparison | None, output_dir: Path) -> None:
+    def shown(name: str, style: str, unit: str = "", factor: float = 1.0, of: dict[str, Any] = metrics) -> str:
+        if of[name] is None:
+            return "-"
+        stderr = of.get(f"{name}_stderr")
+        spread = "" if stderr is None else f" ± {stderr * factor:{style}}"
+        return f"{of[name] * factor:{style}}{spread}{unit}"
 
     report.print_table(
         [
@@ -166,12 +229,18 @@ def _print(metrics: dict[str, Any], output_dir: Path) -> None:
             ("equal most likely tokens", shown("top1_agreement", ".2f", " %", 100)),
             ("accuracy", shown("accuracy", ".2f", f" % of {metrics['num_questions']:,}", 100)),
             *(
-                (f"{task}, {name}", f"{value:.4f}")
+                (f"{task}, {name}", shown(name, ".4f", of=task_metrics))
                 for task, task_metrics in metrics["tasks"].items()
-                for name, value in task_metrics.items()
+                for name in task_metrics
+                if not name.endswith(("_stderr", "_ci95"))
             ),
             ("weights", shown("weight_bytes", ",.1f", " MB", 1e-6)),
             ("peak memory", shown("peak_memory_bytes", ",.0f", " MB", 1e-6)),
         ]
     )
+    if comparison is not None:
+        print("compared with evaluate.against:")
+        report.print_columns(comparison_table(comparison))
+        if comparison.changed:
+            report.print_columns(changed_table(comparison))
     print(f"output: {output_dir}")

@@ -36,6 +36,13 @@ class Question:
     answer: str
 
 
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    num_tokens: int
+    is_right: bool
+
+
 def read_texts(data: str | Path) -> list[Text]:
     """Return a .txt as one text, and any other file as one text per row.
 
@@ -107,13 +114,13 @@ def encode_text(tokenizer: Tokenizer | None, text: Text) -> list[int]:
     return token_ids
 
 
-def right_answers(
+def ask(
     engine: Engine,
     questions: list[Question],
     decode: DecodeConfig,
     on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
-) -> list[bool]:
-    """Return whether each answer is right.
+) -> list[Answer]:
+    """Return the answers to the questions, in order.
 
     Raises UserError, before any question runs, for a question that the model does not accept.
     """
@@ -125,15 +132,17 @@ def right_answers(
             requests.append(engine.request(i, encoder.encode(row).token_ids, decode, adapter=row.adapter))
         except UserError as error:
             raise UserError(f"{question.where} cannot be asked: {error}") from error
-    right = [False] * len(questions)
+    answers: dict[int, Answer] = {}
     start, before = time.perf_counter(), engine.num_generated_tokens
     for num_done, output in enumerate(engine.generate(requests), 1):
         if output.error:
             raise output.error
-        right[output.request_id] = is_right(output.completions[0].text or "", questions[output.request_id].answer)
+        number, completion = output.request_id, output.completions[0]
+        text = completion.text or ""
+        answers[number] = Answer(text, len(completion.token_ids), is_right(text, questions[number].answer))
         tokens_per_s = (engine.num_generated_tokens - before) / (time.perf_counter() - start)
         on_answer(num_done, len(questions), tokens_per_s)
-    return right
+    return [answers[i] for i in range(len(questions))]
 
 
 def is_right(continuation: str, answer: str) -> bool:

@@ -4,9 +4,12 @@ The model is registered when this module is imported. Tokens, windows and stop s
 that results agree.
 """
 
+import json
 import math
+import os
 from collections.abc import Iterator
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -23,12 +26,15 @@ from conf.tasks import EvaluateConfig
 from pipelines.engine import Engine
 from pipelines.jobs.scoring import Window, likelihoods
 from pipelines.loading.load_engine import load_engine
+from pipelines.tasks.evaluate_samples import DOCUMENT, Sample
 
 BATCH_SIZE = 16
 OPTIONS = ("model", "parallel", "quant", "decode", "device")
 """Config groups that `--model_args` may name; any other name is a setting such as quant.group_size."""
-Numbers = dict[str, dict[str, float]]
+Numbers = dict[str, dict[str, Any]]
 """Metrics by task."""
+BOOTSTRAP_DRAWS = 1000  # of metrics whose standard error has no formula
+Z95 = 1.959963984540054  # standard errors from the mean to the end of a normal distribution's 95 % interval
 
 
 @register_model("quintet")
@@ -193,33 +199,64 @@ def decode_of(settings: dict[str, Any]) -> tuple[int, DecodeConfig]:
     return num_tokens, DecodeConfig(**decode)
 
 
-def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> Numbers:
-    """Return the metrics of `evaluate.tasks`. Raises UserError for an unknown task."""
+def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> tuple[Numbers, list[Sample]]:
+    """Return the metrics of `evaluate.tasks` with lm_eval's standard errors, and a sample per document.
+
+    Raises UserError for an unknown task.
+    """
     manager = TaskManager(include_path=evaluate.tasks_folder)
     if unknown := [name for name in evaluate.tasks if name not in manager.all_tasks]:
         remedy = "give one that lm_eval has, or the folder of its YAML file by evaluate.tasks_folder"
         raise UserError(f"evaluate.tasks={unknown[0]} does not exist: {remedy}")
+    # lm_eval starts a process per core for the draws of a bootstrap, of which one works.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     results = simple_evaluate(
         model=QuintetLM(engine),
         tasks=list(evaluate.tasks),
         task_manager=manager,
         num_fewshot=evaluate.num_fewshot,
         limit=evaluate.limit,
-        log_samples=False,
-        bootstrap_iters=0,
+        log_samples=True,
+        bootstrap_iters=BOOTSTRAP_DRAWS,
     )
-    return {task: _numbers(metrics) for task, metrics in results["results"].items()}
+    samples = [sample for task, documents in results["samples"].items() for sample in _samples(task, documents)]
+    return {task: _numbers(metrics) for task, metrics in results["results"].items()}, samples
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return a task's metrics by name. The name includes the answer filter if a metric has several filters."""
+def _samples(task: str, documents: list[dict[str, Any]]) -> Iterator[Sample]:
+    """Yield a sample per document and answer filter."""
+    for document in documents:
+        yield {
+            "kind": DOCUMENT,
+            "id": f"{task}:{document['doc_id']}:{document['filter']}",
+            "task": task,
+            "filter": document["filter"],
+            "input": f"{document['doc_hash'][:8]}{document['prompt_hash'][:8]}",
+            "metrics": {name: float(document[name]) for name in document["metrics"] if _is_number(document[name])},
+            "answer": json.loads(json.dumps(document["filtered_resps"], default=str), parse_constant=str),
+        }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return a task's metrics by name, each with `_stderr` and `_ci95`, or None where lm_eval has no standard error.
+
+    The name includes the answer filter if a metric has several filters.
+    """
     parts = [(name.partition(","), value) for name, value in metrics.items() if isinstance(value, int | float)]
     parts = [part for part in parts if part[0][1] and not part[0][0].endswith("_stderr")]
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for metric, group in groupby(sorted(parts, key=lambda part: part[0]), key=lambda part: part[0][0]):
         filtered = list(group)
         for (_, _, name), value in filtered:
-            numbers[metric if len(filtered) == 1 else f"{metric}.{name}"] = float(value)
+            full_name = metric if len(filtered) == 1 else f"{metric}.{name}"
+            stderr = metrics.get(f"{metric}_stderr,{name}")
+            stderr = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+            interval = None if stderr is None else [value - Z95 * stderr, value + Z95 * stderr]
+            numbers |= {full_name: float(value), f"{full_name}_stderr": stderr, f"{full_name}_ci95": interval}
     return numbers
 
 

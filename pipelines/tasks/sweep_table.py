@@ -60,7 +60,8 @@ def main_metrics(jobs: list[SweepJob]) -> Table:
             return f"{value:#.5g}"
         return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
 
-    per_task = dict.fromkeys(name for job in jobs for name in job.metrics if name.startswith(PER_TASK))
+    names = dict.fromkeys(name for job in jobs for name in job.metrics)
+    per_task = [name for name in names if name.startswith(PER_TASK) and not name.endswith("_stderr")]
     return {
         heading(metric): [shown(job, metric) for job in jobs]
         for metric in (*per_task, *MAIN)

@@ -13,7 +13,8 @@ from torch import Tensor
 from conf.quantization import QuantScheme
 from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
-from pipelines.jobs.scoring import LOGIT_ROWS, Scores
+from pipelines.jobs import scoring
+from pipelines.jobs.scoring import LOGIT_ROWS
 from pipelines.loading.quantize.job import QuantizeJob
 from quantization.quantizer import LinearReport
 
@@ -37,21 +38,21 @@ class Predictions:
 
         The perplexities are None for models that see the whole prompt.
         """
-        was, now, kl, num_agreed = Scores(), Scores(), 0.0, 0
+        nll_before, nll, kl, num_tokens, num_agreed = 0.0, 0.0, 0.0, 0, 0
         for text, before in zip(self._texts, self._log_probabilities, strict=True):
             after = self._predict(engine, text)
             if not self._are_prompts:
                 targets = torch.tensor(text[1:])[:, None]
-                was.nll -= float(before.gather(1, targets).sum(dtype=torch.float64))
-                now.nll -= float(after.gather(1, targets).sum(dtype=torch.float64))
+                nll_before -= float(before.gather(1, targets).sum(dtype=torch.float64))
+                nll -= float(after.gather(1, targets).sum(dtype=torch.float64))
             kl += float((before.exp() * (before - after)).sum(dtype=torch.float64))
             num_agreed += int((before.argmax(1) == after.argmax(1)).sum())
-            was.num_tokens = now.num_tokens = now.num_tokens + len(before)
+            num_tokens += len(before)
         return {
-            "perplexity_before": None if self._are_prompts else was.perplexity,
-            "perplexity": None if self._are_prompts else now.perplexity,
-            "kl_mean": kl / now.num_tokens,
-            "top1_agreement": num_agreed / now.num_tokens,
+            "perplexity_before": None if self._are_prompts else scoring.perplexity(nll_before / num_tokens),
+            "perplexity": None if self._are_prompts else scoring.perplexity(nll / num_tokens),
+            "kl_mean": kl / num_tokens,
+            "top1_agreement": num_agreed / num_tokens,
         }
 
     @torch.inference_mode()

@@ -25,7 +25,7 @@ from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.engine.operations import Logits
 from pipelines.jobs.scoring import score, sliding_windows
 from pipelines.tasks.evaluate import run_evaluate
-from pipelines.tasks.evaluate_data import is_right, read_questions, read_texts, right_answers
+from pipelines.tasks.evaluate_data import ask, is_right, read_questions, read_texts
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.command import run as command
@@ -62,7 +62,7 @@ def job(folder: Path, decode: DecodeConfig | None = None, **evaluate: Any) -> Ru
 
 def measure(run: RunConfig, out: Path) -> dict[str, Any]:
     run_evaluate(run, out, dump)
-    assert {file.name for file in out.iterdir()} == {"config.yaml", "environment.json", "metrics.json"}
+    assert {file.name for file in out.iterdir()} == {"config.yaml", "environment.json", "metrics.json", "samples.jsonl"}
     metrics: dict[str, Any] = json.loads((out / "metrics.json").read_text())
     return metrics
 
@@ -149,9 +149,7 @@ def test_every_token_but_the_first_of_a_text_is_scored_once_where_windows_overla
             windows = sliding_windows(ids, window, stride)
             assert [id for w in windows for id in w.token_ids[-w.num_scored :]] == ids[1:]
             assert max(len(w.token_ids) for w in windows) == min(window, length)
-
-
-def test_windows_side_by_side_leave_their_first_tokens_out() -> None:
+    # side by side they leave their first tokens out
     windows = sliding_windows(list(range(11)), 5, 5)
     assert [(w.token_ids, w.num_scored) for w in windows] == [([0, 1, 2, 3, 4], 4), ([5, 6, 7, 8, 9], 4)]
 
@@ -192,7 +190,9 @@ def test_a_text_file_is_one_text_to_the_last_character(chatty: Path, tmp_path: P
     assert (saved.window, saved.stride) == (128, 128)  # the context, which is shorter than 512
 
 
-def test_scores_take_memory_for_a_few_rows_of_logits(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_take_memory_for_a_few_rows_of_logits_and_blocks_of_a_prefix_cache(
+    chatty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(chatty)
     rows: list[int] = []
     compute = Logits.compute
@@ -205,9 +205,7 @@ def test_scores_take_memory_for_a_few_rows_of_logits(chatty: Path, monkeypatch: 
     assert max(rows) <= 256
     assert sum(rows) == steps[-1] == result.num_tokens == 1980
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
-
-
-def test_scoring_takes_blocks_of_a_prefix_cache_without_harm(chatty: Path) -> None:
+    monkeypatch.undo()  # it also takes blocks of a prefix cache without harm
     engine = engine_of(
         chatty, batch_size=1, kv_cache_memory="65536"
     )  # 8 blocks of 16 tokens, all of which a window needs
@@ -275,7 +273,7 @@ def test_accuracy_is_the_share_of_known_answers(tmp_path: Path) -> None:
     assert (metrics["perplexity"], metrics["kl_mean"], metrics["num_scored_tokens"]) == (None, None, 0)
     engine = engine_of(REPOSITORY / "models" / "tiny", batch_size=4, tokenizer="")
     expected = [i % 4 != 0 for i in range(19)] + [True]
-    assert right_answers(engine, read_questions(path), run.decode) == expected
+    assert [answer.is_right for answer in ask(engine, read_questions(path), run.decode)] == expected
 
 
 BAD_RUNS: list[tuple[dict[str, Any], str]] = [
@@ -309,45 +307,43 @@ def test_data_that_cannot_be_measured_is_one_error_and_writes_nothing(
 
 
 @each(
-    ("row", "message"),
+    ("key", "row", "message"),
     [
-        ("", "evaluate.data=.* has no prompts"),
-        ("[1]", "row 0 of evaluate.data=.* is not a JSON object but list"),
-        ("{", "row 0 of evaluate.data=.* is not a JSON object: Expecting"),
-        ('{"id": 1}', 'row 0 of evaluate.data=.* needs a text as either "text" or "prompt"'),
-        ('{"text": "a", "prompt": "b"}', "row 0 of evaluate.data=.* needs a text as either"),
-        ('{"text": 3}', "row 0 of evaluate.data=.* needs a text as either"),
-        ('{"text": "a b"}\n{"text": "\\ud800"}', "row 1 of evaluate.data=.*: the text has half a surrogate pair"),
-        ('{"text": "a b"}\n{"text": ""}', "row 1 of evaluate.data=.* is too short: it is 1 token"),
-    ],
-)
-def test_a_row_without_a_text_is_named(chatty: Path, tmp_path: Path, row: str, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text(row)
-    with pytest.raises(UserError, match=message):
-        run_evaluate(job(chatty, data=str(tmp_path / "a.jsonl")), tmp_path / "out", dump)
-
-
-@each(
-    ("row", "message"),
-    [
+        ("data", "", "evaluate.data=.* has no prompts"),
+        ("data", "[1]", "row 0 of evaluate.data=.* is not a JSON object but list"),
+        ("data", "{", "row 0 of evaluate.data=.* is not a JSON object: Expecting"),
+        ("data", '{"id": 1}', 'row 0 of evaluate.data=.* needs a text as either "text" or "prompt"'),
+        ("data", '{"text": "a", "prompt": "b"}', "row 0 of evaluate.data=.* needs a text as either"),
+        ("data", '{"text": 3}', "row 0 of evaluate.data=.* needs a text as either"),
         (
+            "data",
+            '{"text": "a b"}\n{"text": "\\ud800"}',
+            "row 1 of evaluate.data=.*: the text has half a surrogate pair",
+        ),
+        ("data", '{"text": "a b"}\n{"text": ""}', "row 1 of evaluate.data=.* is too short: it is 1 token"),
+        (
+            "questions",
             '{"prompt": "x"}',
             'row 0 of evaluate.questions=.* needs its "answer", a text that is not empty, but has null',
         ),
-        ('{"prompt": "x", "answer": 4}', 'row 0 .* needs its "answer", .* but has 4'),
-        ('{"prompt": "x", "answer": " "}', 'row 0 .* needs its "answer", .* but has " "'),
-        ('{"answer": "x"}', "row 0 .* cannot be asked: the row has none of prompt, messages"),
-        ('{"prompt": "x", "answer": "y", "decode": {"n": 2}}', "row 0 .* has decode settings of its own"),
-        ('{"prompt": "' + "x " * 200 + '", "answer": "y"}', "row 0 .* cannot be asked: the prompt has"),
+        ("questions", '{"prompt": "x", "answer": 4}', 'row 0 .* needs its "answer", .* but has 4'),
+        ("questions", '{"prompt": "x", "answer": " "}', 'row 0 .* needs its "answer", .* but has " "'),
+        ("questions", '{"answer": "x"}', "row 0 .* cannot be asked: the row has none of prompt, messages"),
+        ("questions", '{"prompt": "x", "answer": "y", "decode": {"n": 2}}', "row 0 .* has decode settings of its own"),
+        ("questions", '{"prompt": "' + "x " * 200 + '", "answer": "y"}', "row 0 .* cannot be asked: the prompt has"),
     ],
 )
-def test_a_row_that_is_not_a_question_is_named(chatty: Path, tmp_path: Path, row: str, message: str) -> None:
-    (tmp_path / "q.jsonl").write_text(row)
+def test_a_row_without_a_text_or_that_is_not_a_question_is_named(
+    chatty: Path, tmp_path: Path, key: str, row: str, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(row)
     with pytest.raises(UserError, match=message):
-        run_evaluate(job(chatty, questions=str(tmp_path / "q.jsonl")), tmp_path / "out", dump)
+        run_evaluate(job(chatty, **{key: str(tmp_path / "a.jsonl")}), tmp_path / "out", dump)
 
 
-def test_texts_and_questions_are_read_from_every_form(tmp_path: Path) -> None:
+def test_texts_and_questions_are_read_from_every_form_and_unused_fields_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "A.TXT.gz").write_bytes(gzip.compress(b"one\n two\n"))
     (tmp_path / "a.csv").write_text('text,id\n"a, b",1\nc,2\n')
     (tmp_path / "q.csv").write_text("prompt,answer\n1+1,2\n")
@@ -360,9 +356,6 @@ def test_texts_and_questions_are_read_from_every_form(tmp_path: Path) -> None:
     assert (question.row.prompt, question.answer) == ("1+1", "2")
     with pytest.raises(UserError, match=r"evaluate.questions=.* its name does not end in .jsonl, .csv, .json or .gz"):
         read_questions(tmp_path / "A.TXT.gz")
-
-
-def test_unused_fields_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "title": "b"}\n{"text": "a", "source": 1}')
     read_texts(tmp_path / "a.jsonl")
     assert "has fields that are not used: source, title" in caplog.text
@@ -390,8 +383,22 @@ def test_ways_to_choose_tokens_that_are_not_taken(
         run_evaluate(run, tmp_path / "out", dump)
 
 
-def test_a_reference_with_other_tokens_is_refused(chatty: Path, chatty_other: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Once upon a time")
+def test_models_that_cannot_be_measured_are_refused(chatty: Path, chatty_other: Path, tmp_path: Path) -> None:
+    """Without a tokenizer, with prompts that see themselves whole, with steps that are too small, or with a reference
+    that has other tokens."""
+    (tmp_path / "a.txt").write_text("Once upon a time, " * 20)
+    run = job(chatty, data=str(tmp_path / "a.txt"))
+    with pytest.raises(UserError, match="a window of 128 tokens is more than device.max_batched_tokens, or than"):
+        run_evaluate(
+            replace(run, device=replace(run.device, max_batched_tokens=100)),
+            tmp_path / "out",
+            dump,
+        )
+    with pytest.raises(UserError, match="there is no tokenizer: give model.tokenizer=PATH"):
+        run_evaluate(replace(run, model=replace(run.model, tokenizer=None)), tmp_path / "out", dump)
+    model = replace(run.model, path=str(REPOSITORY / "tests" / "goldens" / "chatglm"), tokenizer=str(chatty))
+    with pytest.raises(UserError, match="whose tokens are predicted from those before them, but this one's prompts"):
+        run_evaluate(replace(run, model=model), tmp_path / "out", dump)
     write_llama(tmp_path / "small")
     run = job(chatty, data=str(tmp_path / "a.txt"), reference=str(tmp_path / "small"))
     message = "evaluate.reference=.*small has a vocabulary of 96 tokens, but the model's 3"
@@ -408,24 +415,6 @@ def test_a_reference_with_other_tokens_is_refused(chatty: Path, chatty_other: Pa
         run_evaluate(replace(run, evaluate=replace(run.evaluate, reference=str(other))), tmp_path / "out", dump)
 
 
-def test_windows_that_a_step_does_not_take_are_refused(chatty: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Once upon a time, " * 20)
-    run = job(chatty, data=str(tmp_path / "a.txt"))
-    run = replace(run, device=replace(run.device, max_batched_tokens=100))
-    with pytest.raises(UserError, match="a window of 128 tokens is more than device.max_batched_tokens, or than"):
-        run_evaluate(run, tmp_path / "out", dump)
-
-
-def test_a_model_without_tokenizer_or_whose_prompts_see_themselves_whole(chatty: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Once upon a time")
-    run = job(chatty, data=str(tmp_path / "a.txt"))
-    with pytest.raises(UserError, match="there is no tokenizer: give model.tokenizer=PATH"):
-        run_evaluate(replace(run, model=replace(run.model, tokenizer=None)), tmp_path / "out", dump)
-    model = replace(run.model, path=str(REPOSITORY / "tests" / "goldens" / "chatglm"), tokenizer=str(chatty))
-    with pytest.raises(UserError, match="whose tokens are predicted from those before them, but this one's prompts"):
-        run_evaluate(replace(run, model=model), tmp_path / "out", dump)
-
-
 @pytest.mark.long
 def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -435,7 +424,8 @@ def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
         (tmp_path / name).touch()
     (tmp_path / "float").mkdir()
     overrides = ["task=evaluate", "evaluate.data=a.txt", "evaluate.questions=q.jsonl", "evaluate.reference="]
-    overrides[1:1] = ["evaluate.tasks=[arc_easy]", "evaluate.tasks_folder=float"]
+    overrides[1:1] = ["evaluate.tasks=[arc_easy]", "evaluate.tasks_folder=float", "evaluate.against=float"]
+    overrides[1:1] = ["evaluate.gate={perplexity_ratio: 1.02}", "evaluate.seed=3"]
     for model, saved_as in (("float", str(tmp_path / "float")), ("none", "none"), ("org/name", "org/name")):
         run = compose_run_config([*overrides[:-1], overrides[-1] + model])
         saved = OmegaConf.create(dump(run, tmp_path)).evaluate
@@ -443,6 +433,7 @@ def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
             "data": str(tmp_path / "a.txt"), "window": None, "stride": None,
             "questions": str(tmp_path / "q.jsonl"), "reference": saved_as,
             "tasks": ["arc_easy"], "tasks_folder": str(tmp_path / "float"), "num_fewshot": None, "limit": None,
+            "against": str(tmp_path / "float"), "gate": {"perplexity_ratio": 1.02}, "seed": 3,
         }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import subprocess
 import sys
 from functools import partial
@@ -67,13 +68,6 @@ def test_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]) -> Non
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6, abs=1e-5)
 
 
-def test_some_continuation_is_greedy(models: tuple[QuintetLM, HFLM]) -> None:
-    ours, _ = models
-    (said,) = ours.generate_until(instances("generate_until", [("Once upon a time", {"until": [], "max_gen_toks": 4})]))
-    ((_, greedy),) = ours.loglikelihood(instances("loglikelihood", [("Once upon a time", said)]), disable_tqdm=True)
-    assert greedy
-
-
 def test_rolling_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]) -> None:
     arguments = instances("loglikelihood_rolling", [(text,) for text in TEXTS])
     ours, theirs = (model.loglikelihood_rolling(arguments, disable_tqdm=True) for model in models)
@@ -83,6 +77,12 @@ def test_rolling_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]
 def test_greedy_texts_are_transformers(models: tuple[QuintetLM, HFLM]) -> None:
     ours, theirs = (model.generate_until(instances("generate_until", ASKED)) for model in models)
     assert ours == theirs
+    model = models[0]
+    (said,) = model.generate_until(
+        instances("generate_until", [("Once upon a time", {"until": [], "max_gen_toks": 4})])
+    )
+    ((_, greedy),) = model.loglikelihood(instances("loglikelihood", [("Once upon a time", said)]), disable_tqdm=True)
+    assert greedy
 
 
 def test_conversations_are_transformers() -> None:
@@ -224,6 +224,23 @@ def test_a_sweep_shows_task_metrics_with_speed_and_memory(tmp_path: Path, monkey
     assert float(job["tasks.pick.acc_norm"]) == theirs["acc_norm,none"]
     assert all(float(job[name]) > 0 for name in ("decode_tokens_per_s", "weight_bytes"))
     assert "pick.acc" in (sweep / "sweep.md").read_text()
+    against = next(file.parent for file in sweep.rglob("samples.jsonl"))
+    evaluate = [
+        "task=evaluate",
+        "device=cpu",
+        *asked[:2],
+        f"evaluate.against={against}",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    done = run(*evaluate)
+    assert done.returncode == 0, done.stderr
+    accuracy = json.loads((tmp_path / "run" / "comparison.json").read_text())["metrics"]["tasks.pick.acc"]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())["tasks"]["pick"]
+    assert (accuracy["before"], accuracy["now"]) == (float(job["tasks.pick.acc"]), metrics["acc"])
+    assert metrics["acc_stderr"] == pytest.approx(math.sqrt(metrics["acc"] * (1 - metrics["acc"]) / 3))  # of n - 1
+    assert metrics["acc_ci95"][1] - metrics["acc"] == pytest.approx(1.96 * metrics["acc_stderr"], rel=1e-3)
+    done = run(*evaluate, "evaluate.limit=3")
+    assert "measured 4 documents, and this run 3: give that run's evaluate.tasks, evaluate.num_fewshot" in done.stderr
 
 
 @each(

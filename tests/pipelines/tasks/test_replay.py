@@ -73,7 +73,9 @@ def runs_of(model: Path, folder: Path) -> dict[str, RunConfig]:
         "predict": of(model, Task.predict, predict=predict, decode=decode),
         "embed": of(model, Task.embed, predict=PredictConfig(data=data), embed=EmbedConfig(pooling=PoolingMode.mean)),
         "score": of(folder / "reward", Task.score, predict=PredictConfig(data=data)),
-        "evaluate": of(model, Task.evaluate, evaluate=EvaluateConfig(data=str(texts), window=32)),
+        "evaluate": of(
+            model, Task.evaluate, evaluate=EvaluateConfig(data=str(texts), window=32, reference=str(model), seed=5)
+        ),
         "convert": RunConfig(
             Task.convert, ModelConfig(str(model)), convert=ConvertConfig(output=str(folder / "converted"))
         ),
@@ -265,6 +267,22 @@ def test_differences_of_values_and_of_samples(tmp_path: Path) -> None:
     )
     paths.now.write_text(paths.before.read_text())
     assert metrics_difference(paths) == "row 1 of samples.jsonl: score is 0 before and 1 now"
+    (paths.now.parent / "samples.jsonl").write_text((paths.before.parent / "samples.jsonl").read_text())
+    uncertainty = {
+        "evaluate_s": 1.0,
+        "accuracy_stderr": 0.5,
+        "accuracy_ci95": [0.1, 0.9],
+        "tasks": {"a": {"b_ci95": None}},
+    }
+    paths.before.write_text(json.dumps(uncertainty))
+    for change, message in (
+        ({"evaluate_s": 2.0}, None),
+        ({"accuracy_stderr": 0.25}, "accuracy_stderr is 0.5 before and 0.25 now"),
+        ({"accuracy_ci95": [0.1, 0.8]}, "accuracy_ci95.1 is 0.9 before and 0.8 now"),
+        ({"tasks": {"a": {"b_ci95": [0, 1]}}}, "tasks.a.b_ci95 is None before and [0, 1] now"),
+    ):
+        paths.now.write_text(json.dumps(uncertainty | change))
+        assert metrics_difference(paths) == message
     for broken in ("[1]\n", "{\n"):
         paths.now.write_text(broken)
         with pytest.raises(UserError, match="is not a JSON object"):
