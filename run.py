@@ -38,7 +38,8 @@ def main() -> None:
             with interrupts_waiting():
                 from pipelines.tasks.sweep import objective, recorded_job
                 from pipelines.tasks.sweep_jobs import Sweep
-            with recorded_job(Sweep(sweep_id, job.sweep.dir), output_dir, job.job.num, list(job.overrides.task)):
+            sweep = Sweep(sweep_id, job.sweep.dir)
+            with recorded_job(sweep, output_dir, job.job.num, list(job.overrides.task), config.sweep):
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
         except (UserError, OSError) as error:

@@ -21,10 +21,11 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation, tracker
 from conf.errors import UserError, did_you_mean, list_known_names, shortened
-from conf.flags import DATA, NO_SWEEP, Replay, check_sweep, flags_first, replay_of, with_home
+from conf.flags import DATA, NO_SWEEP, SELECT, Replay, check_sweep, flags_first, replay_of, with_home
 from conf.former import refuse_former
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
+from conf.tasks import SweepConfig
 
 Config = TypeVar("Config")
 
@@ -124,9 +125,9 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
         raise UserError(explain(error)) from error
     if swept is not None and run.task is Task.serve:
         raise UserError(NO_SWEEP)
-    objective = run.sweep.objective
-    if swept is None and objective is not None:
-        raise UserError(f"sweep.objective={objective} is not used by a run alone: leave it out, or give -m for a sweep")
+    for name, value in vars(run.sweep).items() if swept is None else ():
+        if value != getattr(SweepConfig(), name):
+            raise UserError(f"sweep.{name}={value} is not used by a run alone: leave it out, or give -m for a sweep")
     run.decode.warn_of_escapes()
     return run
 
@@ -333,11 +334,12 @@ def _literal(text: str) -> str:
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
-    """Quote the values of `predict.data`, `predict.resume` and `model.revision` for Hydra's grammar.
+    """Quote the values of `predict.data`, `predict.resume`, `model.revision` and `sweep.select` for Hydra's grammar.
 
     Users can then type them without quotes of their own. In a sweep (-m) a comma also separates jobs. `predict.data` is
     then quoted only if it is a single prompt.
     """
+    arguments = [_quote(a) if a.startswith(SELECT) else a for a in arguments]
     if {"-m", "--multirun"} & set(arguments):
         arguments = [_quote(a) if a.startswith(REVISION) and "," not in a else a for a in arguments]
         return [_quote(a) if a.startswith(DATA) and _is_one_prompt(a.removeprefix(DATA)) else a for a in arguments]

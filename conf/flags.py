@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conf.errors import UserError, list_known_names
+from conf.selection import KEY, parse_selection
 
 DATA = "predict.data="
+SELECT = f"{KEY}="
 HOME = re.compile(r"(?<=[=,])~(?=/)")
 LAUNCHER = "hydra/launcher="
 SLURM = f"{LAUNCHER}submitit_slurm"
@@ -96,6 +98,9 @@ def check_sweep(arguments: list[str]) -> None:
         raise UserError(NO_SWEEP)
     if is_sweep and any(re.fullmatch(r"predict\.output_file=(?!null$)[^,()]+", a) for a in arguments):
         raise UserError("predict.output_file is one file, which each job of a sweep would replace: leave it out")
+    for text in (a.removeprefix(SELECT).strip("'\"") for a in arguments if a.startswith(SELECT)):
+        if text != "null":
+            parse_selection(text)  # before the first job: a typing mistake costs no sweep
     if not is_sweep and "task=export,predict" in arguments:
         raise UserError("task=export,predict is two tasks: give predict.export=true, which exports and then predicts")
     launchers = [a for a in arguments if a.startswith(LAUNCHER)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from conf.constraints import check_fields, is_set, one_of, option
 from conf.errors import ErrorCode, UserError, check
+from conf.selection import parse_selection
 from conf.support.sizes import num_bytes
 
 
@@ -308,6 +309,16 @@ class SweepConfig:
 
     The key of a number in metrics.json, such as decode_tokens_per_s or time_to_first_token_s.p50, or a list of keys.
     """
+    select: str | None = None
+    """The choice at the end of a sweep: `kl_mean<=0.01, peak_memory<=12GB, max decode_tokens_per_s`; null: none.
+
+    Constraints on keys of metrics.json, and one `max` or `min` of a key. A constraint on a metric with an interval uses
+    the end that is less favourable.
+    """
+    baseline: int = option(0, minimum=0)
+    """Row of the table, from 0, from which the differences of the other rows are computed."""
 
     def __post_init__(self) -> None:
         check_fields(self, "sweep")
+        if self.select is not None:
+            parse_selection(self.select)

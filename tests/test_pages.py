@@ -12,7 +12,7 @@ DOCUMENTS = [file for pattern in ("*.md", "*/*.md") for file in REPOSITORY.glob(
 PAGES = [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]
 LINK = re.compile(r"\]\((?!https?:)([^()#\s]*)(?:#([^()\s]*))?\)")
 SECTIONS = "|".join(field.name for field in dataclasses.fields(RunConfig) if field.name != "task")
-SETTING = re.compile(rf"(?<![\w./-])({SECTIONS})\.(?!(?:py|json|md)\b)([a-z]\w*)")
+SETTING = re.compile(rf"(?<![\w./-])({SECTIONS})\.(?!(?:py|json|md|csv|png|peak_memory)\b)([a-z]\w*)")
 
 
 def anchors(text: str) -> set[str]:

@@ -371,11 +371,19 @@ def test_a_sweep_over_tasks_and_schemes_is_the_table_to_choose_by(chatty: Path, 
     done = run(
         "-m", "task=bench,evaluate", "quant=none,int8", "device=cpu", f"model.path={chatty}",
         f"evaluate.data={tmp_path / 'text.txt'}", "bench.prompt_tokens=9", "bench.new_tokens=3", "bench.repeats=1",
-        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}", "evaluate.window=16", "sweep.baseline=1",
+        "sweep.select=perplexity<=1e9, peak_memory<=1TB, min weight",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open(newline="")))
     assert [(row["job"], row["quant"]) for row in table] == [("0 + 2", "none"), ("1 + 3", "int8")]
+    assert table[1]["choice"] == "chosen"
+    ratio = float(table[0]["perplexity"]) / float(table[1]["perplexity"])
+    assert float(table[0]["perplexity_ratio"]) == pytest.approx(ratio, rel=1e-9)  # sums of float64 in another order
+    assert float(table[0]["perplexity_ratio_low"]) <= ratio <= float(table[0]["perplexity_ratio_high"])
+    best = run("--config-path", str(tmp_path / "sweep" / "best"), f"hydra.run.dir={tmp_path / 'again'}")
+    assert best.returncode == 0, best.stderr
+    assert "scheme: int8" in (tmp_path / "again" / "config.yaml").read_text()
     shown = ("decode_tokens_per_s", "perplexity", "peak_memory_bytes")
     assert all(float(row[name]) > 0 for row in table for name in shown)
     floats, codes = (int(row["weight_bytes"]) for row in table)

@@ -6,26 +6,43 @@ share a row, so that speed and quality of a choice can be compared.
 """
 
 import json
-import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UserError, list_known_names
+from conf.selection import KEY, parse_selection
 from conf.support.signals import reader_may_leave
-from conf.support.terminal import escape_control_chars
+from conf.support.terminal import escape_control_chars, escape_line
 from pipelines.jobs import report
 from pipelines.jobs.tracker import track_sweep
-from pipelines.tasks.sweep_jobs import RECORD, Sweep, join_tasks, read_job, read_record
+from pipelines.tasks.sweep_choice import Choice, choose, remove_best, why_none, write_best
+from pipelines.tasks.sweep_difference import Differences, differences_from
+from pipelines.tasks.sweep_jobs import RECORD, Sweep, SweepJob, join_tasks, read_job, read_jobs, read_record
 from pipelines.tasks.sweep_picture import draw
-from pipelines.tasks.sweep_table import all_metrics, as_csv, as_markdown, main_metrics, make_table, varied_overrides
+from pipelines.tasks.sweep_table import (
+    Table,
+    all_metrics,
+    as_csv,
+    as_markdown,
+    main_metrics,
+    make_table,
+    varied_overrides,
+)
+
+SETTINGS = ("select", "baseline")
 
 
 @contextmanager
-def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) -> Iterator[None]:
+def recorded_job(
+    sweep: Sweep, folder: Path, number: int, overrides: list[str], settings: Mapping[str, Any]
+) -> Iterator[None]:
     """Write `job.json` into the folder. An error in the block ends only this job; an interrupt ends the sweep.
+
+    settings: sweep.select and sweep.baseline, which `write_sweep` reads from the records.
 
     Raises UserError for a folder outside the sweep's folder, and for a folder that another job of the sweep uses.
     """
@@ -37,6 +54,7 @@ def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) 
 
     def record(error: str | None) -> None:
         job = {"sweep": sweep.id, "number": number, "overrides": overrides, "error": error}
+        job |= {name: settings[name] for name in SETTINGS}
         report.write_atomically(folder / RECORD, [json.dumps(job, indent=2) + "\n"])
 
     record("did not finish")  # remains if the process is killed
@@ -73,32 +91,65 @@ def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[f
 
 
 def write_sweep(sweep: Sweep) -> str | None:
-    """Write the table of the sweep's jobs into its folder, and print it.
+    """Write the table of the sweep's jobs and the chosen job's config into its folder, and print both.
 
-    Return a line with the number of failed jobs, if any.
+    Return an error line if jobs failed, if sweep.select chooses no job, or if sweep.baseline is no row.
     """
-    folders = {file.parent: read_record(file) for file in sweep.folder.rglob(RECORD)}
-    job_numbers = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}
-    read = [
-        read_job(folder, os.path.relpath(folder, sweep.folder))
-        for folder in sorted(job_numbers, key=job_numbers.__getitem__)
-    ]
+    read, records = read_jobs(sweep)
     if not read:  # it ended before its first job
         return None
+    select, baseline = (records[0].get(name) for name in SETTINGS)
     jobs = join_tasks(read)
     keys = varied_overrides(jobs)
-    table = make_table(jobs, keys, main_metrics(jobs))
-    report.write_atomically(sweep.folder / "sweep.csv", [as_csv(make_table(jobs, keys, all_metrics(jobs)))])
-    report.write_atomically(sweep.folder / "sweep.md", [as_markdown(table)])
-    if picture := draw(jobs, keys):
-        report.write_atomically(sweep.folder / "sweep.png", picture)
-    else:
-        (sweep.folder / "sweep.png").unlink(missing_ok=True)  # from an earlier sweep into the same folder
+    problems = []
+    if num_failed := sum(job.error is not None for job in read):
+        problems.append(f"{num_failed} of {len(read)} jobs failed: see {sweep.folder / 'sweep.md'}")
+    if baseline and baseline >= len(jobs):
+        problems.append(f"sweep.baseline={baseline} is no row of the table: give 0 to {len(jobs) - 1}")
+    try:
+        choice = choose(jobs, parse_selection(select)) if select and num_failed < len(read) else None
+    except UserError as error:  # the table has the measurements nevertheless
+        choice, problems = None, [*problems, str(error)]
+    table = _write_table(sweep.folder, jobs, keys, choice, differences_from(jobs, baseline or 0))
+    chosen = ""
+    try:
+        chosen = _written_choice(sweep.folder, jobs, keys, choice)
+    except (UserError, OSError) as error:
+        problems.append(str(error))
     with reader_may_leave():
         print()
         report.print_columns(table)
+        print(chosen, end="")
         print(f"output: {sweep.folder}")
-    track_sweep(sweep.folder, sorted(job_numbers, key=job_numbers.__getitem__))
-    if num_failed := sum(job.error is not None for job in read):
-        return f"{num_failed} of {len(read)} jobs failed: see {sweep.folder / 'sweep.md'}"
-    return None
+    track_sweep(sweep.folder, [folder for job in read for folder in job.folders])
+    return "; ".join(problems) or None
+
+
+def _written_choice(folder: Path, jobs: list[SweepJob], keys: list[str], choice: Choice | None) -> str:
+    """Write the chosen job's config, and return the line to print, empty without sweep.select.
+
+    Raises UserError if no job was chosen.
+    """
+    remove_best(folder)
+    if choice is None:
+        return ""
+    if choice.chosen is None:
+        raise UserError(why_none(jobs, keys, choice.selection))
+    job = jobs[choice.chosen]
+    best = write_best(folder, job, choice.selection.objective)
+    return escape_line(f"{KEY} chose {job.label(keys)}: run.py --config-path {best}") + "\n"
+
+
+def _write_table(
+    folder: Path, jobs: list[SweepJob], keys: list[str], choice: Choice | None, differences: list[Differences]
+) -> Table:
+    """Write sweep.csv, sweep.md and sweep.png. Return the table of sweep.md."""
+    table = make_table(jobs, keys, choice, main_metrics(jobs, differences))
+    csv = as_csv(make_table(jobs, keys, choice, all_metrics(jobs, differences)))
+    report.write_atomically(folder / "sweep.csv", [csv])
+    report.write_atomically(folder / "sweep.md", [as_markdown(table)])
+    if picture := draw(jobs, keys, choice):
+        report.write_atomically(folder / "sweep.png", picture)
+    else:
+        (folder / "sweep.png").unlink(missing_ok=True)  # from an earlier sweep into the same folder
+    return table

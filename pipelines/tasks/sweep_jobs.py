@@ -12,16 +12,37 @@ Value = str | int | float | None
 RECORD = "job.json"
 PEAK_MEMORY = "peak_memory_bytes"
 TASK = "task"
+STDERR, CI95 = "_stderr", "_ci95"  # endings of the names of a metric's standard error and 95 % interval
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A row of the table. `metrics` are flat: a percentile is `time_to_first_token_s.p50`."""
+    """A row of the table.
+
+    `metrics` are flat: a percentile is `time_to_first_token_s.p50`, the 95 % interval of a metric M is from `M_ci95_low`
+    to `M_ci95_high`.
+    """
 
     name: str
     overrides: dict[str, str]
     metrics: dict[str, Value]
     error: str | None
+    folders: tuple[Path, ...] = ()
+    """The folders of the job, or of the jobs that share the row."""
+
+    def number(self, metric: str) -> float | None:
+        value = self.metrics.get(metric)
+        return value if isinstance(value, int | float) else None
+
+    def end(self, metric: str, is_upper: bool) -> float | None:
+        """Return the upper or lower end of a metric's 95 % interval; its value if it has no interval."""
+        end = self.number(f"{metric}{CI95}_{'high' if is_upper else 'low'}")
+        return self.number(metric) if end is None else end
+
+    def label(self, keys: list[str]) -> str:
+        """Return the job's name with the given overrides, for messages."""
+        overrides = " ".join(f"{key}={self.overrides[key]}" for key in keys if key in self.overrides)
+        return f"job {self.name} ({overrides})" if overrides else f"job {self.name}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,15 @@ def read_record(file: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def read_jobs(sweep: Sweep) -> tuple[list[SweepJob], list[dict[str, Any]]]:
+    """Return the jobs of a sweep and their records, ordered by number."""
+    by_folder = {file.parent: read_record(file) for file in sweep.folder.rglob(RECORD)}
+    folders = [folder for folder, record in by_folder.items() if record.get("sweep") == sweep.id]
+    folders.sort(key=lambda folder: by_folder[folder]["number"])
+    jobs = [read_job(folder, os.path.relpath(folder, sweep.folder)) for folder in folders]
+    return jobs, [by_folder[folder] for folder in folders]
+
+
 def read_job(folder: Path, name: str) -> SweepJob:
     job = read_record(folder / RECORD)
     pairs = [override.partition("=") for override in job["overrides"]]
@@ -51,7 +81,8 @@ def read_job(folder: Path, name: str) -> SweepJob:
     if job["error"] is None and (file := folder / "metrics.json").exists():
         metrics = dict(_flat(json.loads(file.read_text(encoding="utf-8"))))
     error = job["error"] and _writable(job["error"])
-    return SweepJob(name, {key: _writable(_unquoted(value)) for key, _, value in pairs}, metrics, error)
+    overrides = {key: _writable(_unquoted(value)) for key, _, value in pairs}
+    return SweepJob(name, overrides, metrics, error, (folder,))
 
 
 def join_tasks(jobs: list[SweepJob]) -> list[SweepJob]:
@@ -82,13 +113,17 @@ def _side_by_side(group: list[SweepJob]) -> SweepJob:
     errors = [f"{job.overrides.get(TASK)}: {job.error}" for job in group if job.error]
     tasks = " + ".join(str(job.overrides.get(TASK)) for job in group)
     name = " + ".join(job.name for job in group)
-    return SweepJob(name, group[0].overrides | {TASK: tasks}, metrics, "; ".join(errors) or None)
+    folders = tuple(folder for job in group for folder in job.folders)
+    return SweepJob(name, group[0].overrides | {TASK: tasks}, metrics, "; ".join(errors) or None, folders)
 
 
 def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, Value]]:
     for key, value in metrics.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
+        elif key.endswith(CI95):
+            if isinstance(value, list) and len(value) == 2:
+                yield from _flat({f"{key}_low": value[0], f"{key}_high": value[1]}, prefix)
         elif value is None or isinstance(value, int | float):
             yield prefix + key, value
         elif isinstance(value, str):

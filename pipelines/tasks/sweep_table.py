@@ -2,10 +2,14 @@
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable
 
-from pipelines.tasks.sweep_jobs import PEAK_MEMORY, SweepJob
+from pipelines.jobs.uncertainty import PairedDifference
+from pipelines.tasks.sweep_choice import Choice
+from pipelines.tasks.sweep_difference import Differences
+from pipelines.tasks.sweep_jobs import CI95, PEAK_MEMORY, STDERR, SweepJob
 
 Table = dict[str, list[str]]
 """Cells by heading."""
@@ -25,7 +29,13 @@ MAIN = {  # metric: name, unit, factor
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
 }
+SMALL = 1e-4  # smaller values are shown as 1.2e-05
 PER_TASK = "tasks."  # metrics of lm_eval: all are shown, unscaled
+DIFFERENCES = {  # from the baseline: heading, factor
+    "accuracy_difference": ("accuracy difference (%)", 100),
+    "perplexity_ratio": ("perplexity ratio", 1),
+    "kl_mean_difference": ("KL difference", 1),
+}
 
 
 def varied_overrides(jobs: list[SweepJob]) -> list[str]:
@@ -34,52 +44,102 @@ def varied_overrides(jobs: list[SweepJob]) -> list[str]:
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1] or keys
 
 
-def make_table(jobs: list[SweepJob], keys: list[str], metrics: Table) -> Table:
+def make_table(jobs: list[SweepJob], keys: list[str], choice: Choice | None, metrics: Table) -> Table:
     table = {"job": [job.name for job in jobs]} | {key: [job.overrides.get(key, "") for job in jobs] for key in keys}
+    choices = {"choice": [choice.mark(i) for i in range(len(jobs))]} if choice else {}
     errors = {"error": [job.error or "" for job in jobs]} if any(job.error for job in jobs) else {}
-    return table | metrics | errors
+    return table | choices | metrics | errors
 
 
-def all_metrics(jobs: list[SweepJob]) -> Table:
-    names = dict.fromkeys(name for job in jobs for name in job.metrics)
-    return {name: ["" if (v := job.metrics.get(name)) is None else str(v) for job in jobs] for name in names}
+def all_metrics(jobs: list[SweepJob], differences: list[Differences]) -> Table:
+    """Return every metric, and every difference with its interval and p, unrounded."""
+    rows = [
+        job.metrics | {name + end: value for name, d in by_name.items() for end, value in _numbers(d).items()}
+        for job, by_name in zip(jobs, differences, strict=True)
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: ["" if (v := row.get(name)) is None else str(v) for row in rows] for name in names}
 
 
-def main_metrics(jobs: list[SweepJob]) -> Table:
-    """Return the main metrics, rounded for people.
+def _numbers(difference: PairedDifference) -> dict[str, float | None]:
+    low, high = difference.interval or (None, None)
+    return {"": difference.value, "_low": low, "_high": high, "_p": difference.p}
 
-    Values have three significant digits, or all digits before the point. Perplexity has five, because schemes differ in
-    its third digit.
-    """
 
-    def shown(job: SweepJob, metric: str) -> str:
-        value = scaled(job, metric)
-        if value is None:
-            return "-"
-        if metric == "perplexity":
-            return f"{value:#.5g}"
-        return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
-
-    names = dict.fromkeys(name for job in jobs for name in job.metrics)
-    per_task = [name for name in names if name.startswith(PER_TASK) and not name.endswith("_stderr")]
-    return {
-        heading(metric): [shown(job, metric) for job in jobs]
+def main_metrics(jobs: list[SweepJob], differences: list[Differences]) -> Table:
+    """Return the main metrics and the differences, rounded for people."""
+    per_task = dict.fromkeys(name for job in jobs for name in job.metrics if name.startswith(PER_TASK))
+    per_task = {name: None for name in per_task if not re.search(rf"{STDERR}$|{CI95}(_low|_high)$", name)}
+    metrics = {
+        heading(metric): [_shown(job, metric) for job in jobs]
         for metric in (*per_task, *MAIN)
         if any(scaled(job, metric) is not None for job in jobs)
     }
+    names = dict.fromkeys(name for by_name in differences for name in by_name)
+    return metrics | {
+        title: [_shown_difference(by_name.get(name), factor) for by_name in differences]
+        for name in dict.fromkeys([*DIFFERENCES, *names])
+        if name in names
+        for title, factor in [DIFFERENCES.get(name, (_of_task(name), 1))]
+    }
+
+
+def _shown(job: SweepJob, metric: str) -> str:
+    """Return a value with its standard error, whose first digit is the last digit of both.
+
+    Without an error, values have three significant digits, or all digits before the point. Perplexity has five, because
+    schemes differ in its third digit, and with an error at least two decimals.
+    """
+    value, error = scaled(job, metric), scaled(job, metric, STDERR)
+    if value is None:
+        return "-"
+    if error and math.isfinite(error):
+        form = _form(value, error, 2 if metric == "perplexity" else 0)
+        return f"{value:{form}} ± {error:{form}}"
+    if metric == "perplexity":
+        return f"{value:#.5g}"
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def _shown_difference(difference: PairedDifference | None, factor: float) -> str:
+    if difference is None:
+        return "-"
+    value, interval = difference.value * factor, difference.interval
+    if interval is None or not math.isfinite(value + sum(interval)):
+        return f"{value:.3g}"
+    low, high = (end * factor for end in interval)
+    form = _form(max(map(abs, (value, low, high))), (high - low) / 4)  # about the standard error
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _form(value: float, error: float, least: int = 0) -> str:
+    """Return the format of a value and its error, with at least so many decimals.
+
+    It shows the first digit of the error, two digits if the first is 1, but at most six digits of the value.
+    """
+    if abs(value) < SMALL:
+        return ".2g"
+    digits = math.floor(math.log10(abs(value)))
+    if error <= 0:
+        return f",.{max(least, 2 - digits)}f"
+    exponent = math.floor(math.log10(error))
+    decimals = int(error / 10**exponent < 1.95) - exponent
+    return f",.{max(least, min(decimals, 5 - digits))}f"
 
 
 def heading(metric: str) -> str:
-    if metric.startswith(PER_TASK):
-        return metric.removeprefix(PER_TASK)
-    name, unit, _ = MAIN[metric]
+    name, unit, _ = MAIN.get(metric, (_of_task(metric), "", 1))
     return f"{name} ({unit})" if unit else name
 
 
-def scaled(job: SweepJob, metric: str) -> float | None:
-    value = job.metrics.get(metric)
-    factor = 1 if metric.startswith(PER_TASK) else MAIN[metric][2]
-    return value * factor if isinstance(value, int | float) else None
+def _of_task(metric: str) -> str:
+    return metric.removeprefix(PER_TASK).replace("_difference", " difference")
+
+
+def scaled(job: SweepJob, metric: str, ending: str = "") -> float | None:
+    """Return a metric in the unit of its heading; with an ending such as `_stderr`, the number of that name."""
+    value = job.number(metric + ending)
+    return None if value is None else value * MAIN.get(metric, ("", "", 1))[2]
 
 
 def as_csv(table: Table) -> str:

@@ -501,7 +501,7 @@ def test_a_task_of_rows_reads_the_settings_of_predict(task: Task) -> None:
         to_run_config(config)
 
 
-def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
+def test_settings_of_sweeps_are_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
     for objective in ("perplexity", ["perplexity", "weight_bytes"]):
         config = OmegaConf.structured(RunConfig(model=ModelConfig("x"), sweep=SweepConfig(objective)))
         run = to_run_config(config, swept=[])
@@ -511,8 +511,9 @@ def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
         saved = OmegaConf.create(dump(run, tmp_path))  # a single job runs again
         del saved["defaults"], saved["hydra"]
         assert to_run_config(saved).sweep.objective is None
-    with pytest.raises(UserError, match="sweep.objective=perplexity is not used by a run alone"):
-        compose_run_config(["sweep.objective=perplexity"])
+    for setting in ("sweep.objective=perplexity", "sweep.baseline=2", "sweep.select='max accuracy'"):
+        with pytest.raises(UserError, match=f"{setting.replace(chr(39), '')} is not used by a run alone"):
+            compose_run_config([setting])
 
 
 @each(

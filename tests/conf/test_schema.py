@@ -117,6 +117,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (TrackerConfig, "tracker", NEEDS, {"uri": ["sqlite:///a.db"], "experiment": ["x"]}),
     (ScoreConfig, "score", FORM, {"instruction": [""]}),
     (SweepConfig, "sweep", FORM, {"objective": [1, "", [], [""], ["perplexity", 2], {"perplexity": 1}]}),
+    (SweepConfig, "sweep", RANGE, {"baseline": [-1]}),
     (ChatConfig, "chat", RANGE, {"port": [-1]}),
     (ChatConfig, "chat", FORM, {"url": ["localhost"], "host": [""], "chat_template": [""]}),
     (ChatConfig, "chat", NEEDS, {"model": ["m"], "host": ["::1"], "port": [1]}),

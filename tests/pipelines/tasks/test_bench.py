@@ -23,6 +23,7 @@ from pipelines.loading import bandwidth
 from pipelines.tasks import bench
 from tests.helpers.builders import engine_of, run_config, write_llama
 from tests.helpers.cases import each
+from tests.helpers.sweep_folders import check_names
 
 
 def job(folder: Path, decode: DecodeConfig | None = None, **sizes: Any) -> RunConfig:
@@ -74,6 +75,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "decode." not in caplog.text  # what a bench sets itself is no unused setting of its user
     assert {file.name for file in out.iterdir()} == {"config.yaml", "environment.json", "metrics.json"}
     metrics = json.loads((out / "metrics.json").read_text())
+    check_names(metrics)
     assert metrics["prefill_tokens_per_s"] > 0
     assert metrics["decode_tokens_per_s"] > 0
     for name in ("time_to_first_token_s", "time_per_output_token_s"):

@@ -31,6 +31,7 @@ from pipelines.tasks.replay import REFUSED, run_replay
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_reward_model
+from tests.helpers.sweep_folders import check_names
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,8 @@ def test_a_replay_is_equal(task: str, chatty: Path, tmp_path: Path, capsys: pyte
     inputs = json.loads((folder / "run.lock").read_text())["files"]
     assert "model.path/model.safetensors" in inputs or task == "score"
     assert ("verify.folder/predictions.jsonl" in inputs) == (task == "verify")
+    if task != "verify":
+        check_names(json.loads((folder / "metrics.json").read_text()))
     capsys.readouterr()
     replay(folder)
     assert capsys.readouterr().out.splitlines()[-1] == "equal"

@@ -1,49 +1,22 @@
 """The table of a sweep, made from its jobs' files, with any text in their overrides and errors."""
 
-import csv
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conf.errors import UserError
-from pipelines.tasks.sweep import objective, recorded_job, write_sweep
+from pipelines.tasks.sweep import objective, recorded_job
 from pipelines.tasks.sweep_jobs import Sweep
 from tests.helpers.cases import each
+from tests.helpers.sweep_folders import METRICS, leave, rows, write
 
-METRICS = {
-    "decode_tokens_per_s": 123.456,
-    "time_to_first_token_s": {"p50": 0.0123, "p90": 0.02},
-    "peak_memory_bytes": 512_000_000,
-    "unused_fields": ["x"],
-}
-
-
-def leave(
-    folder: Path,
-    overrides: list[str],
-    metrics: dict[str, Any] | None = None,
-    error: str | None = None,
-    sweep: str = "this",
-) -> None:
-    """Write the files of the job whose number is the folder's name."""
-    folder.mkdir(parents=True)
-    job = {"sweep": sweep, "number": int(folder.name), "overrides": overrides, "error": error}
-    (folder / "job.json").write_text(json.dumps(job))
-    if metrics is not None:
-        (folder / "metrics.json").write_text(json.dumps(metrics))
-
-
-def write(sweep_dir: Path) -> str | None:
-    return write_sweep(Sweep("this", str(sweep_dir)))
-
-
-def rows(sweep_dir: Path) -> list[dict[str, str]]:
-    with open(sweep_dir / "sweep.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+SETTINGS: dict[str, Any] = {"select": "max accuracy", "baseline": 1}
+QUALITY = {"perplexity": 5.25, "load_s": 1.0, "weight_bytes": 4_000_000, "peak_memory_bytes": 480_000_000}
+SPEED = {**METRICS, "load_s": 2.0, "weight_bytes": 4_000_000}
 
 
 def test_columns_are_what_differs_and_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,16 +42,31 @@ def test_columns_are_what_differs_and_what_was_measured(tmp_path: Path, capsys: 
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failed_job_is_a_row_with_its_error(tmp_path: Path) -> None:
+def test_a_failed_job_is_a_row_with_its_error_and_tasks_twice_are_not_joined(tmp_path: Path) -> None:
     leave(tmp_path / "0", ["a=1"], METRICS)
     leave(tmp_path / "1", ["a=2"], METRICS, error="decode.top_p=7 is | not\nallowed")  # metrics of an earlier sweep
     assert write(tmp_path) == f"1 of 2 jobs failed: see {tmp_path}/sweep.md"
     good, bad = rows(tmp_path)
     assert (good["error"], bad["error"], bad["decode_tokens_per_s"]) == ("", "decode.top_p=7 is | not\nallowed", "")
     assert r"decode.top_p=7 is \| not<br>allowed |" in (tmp_path / "sweep.md").read_text()
+    tasks = tmp_path / "tasks"
+    leave(tasks / "0", ["task=bench", "quant=int8"], SPEED)
+    leave(tasks / "1", ["task=evaluate", "quant=int8"], error="no text")
+    leave(tasks / "2", ["task=bench", "quant=int4"], SPEED)
+    leave(tasks / "3", ["task=bench", "quant=int4"], SPEED)
+    assert write(tasks) == f"1 of 4 jobs failed: see {tasks}/sweep.md"
+    joined, third, fourth = rows(tasks)
+    assert (joined["job"], joined["error"], joined["decode_tokens_per_s"]) == ("0 + 1", "evaluate: no text", "123.456")
+    assert (third["job"], third["task"], fourth["job"]) == ("2", "bench", "3")
 
 
-def test_if_all_failed_there_is_a_table_and_no_picture(tmp_path: Path) -> None:
+def test_if_all_failed_there_is_no_picture_and_without_jobs_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert write(tmp_path) is None
+    assert write(tmp_path / "not there") is None
+    assert not list(tmp_path.iterdir())
+    assert not capsys.readouterr().out
     (tmp_path / "sweep.png").write_bytes(b"of an earlier sweep")
     leave(tmp_path / "0", ["decode=greedy", "a=b"], error="x")
     assert write(tmp_path)
@@ -97,32 +85,25 @@ def test_overrides_are_shown_as_they_were_meant(tmp_path: Path) -> None:
     assert r"今天\|天气" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
 
 
-def test_accuracy_adds_a_panel(tmp_path: Path) -> None:
-    leave(tmp_path / "one" / "0", ["a=1"], METRICS)
-    leave(tmp_path / "two" / "0", ["a=1"], {**METRICS, "accuracy": 0.5})
-    write(tmp_path / "one")
-    write(tmp_path / "two")
-    widths = [int.from_bytes((tmp_path / name / "sweep.png").read_bytes()[16:20], "big") for name in ("one", "two")]
-    assert widths[1] > 1.5 * widths[0]
-
-
-QUALITY = {"perplexity": 5.25, "load_s": 1.0, "weight_bytes": 4_000_000, "peak_memory_bytes": 480_000_000}
-SPEED = {**METRICS, "load_s": 2.0, "weight_bytes": 4_000_000}
-
-
 def size_of_picture(sweep_dir: Path) -> tuple[int, int]:
     header = (sweep_dir / "sweep.png").read_bytes()[:24]
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
 
 
-def test_an_evaluation_of_schemes_shows_weights_and_draws_quality_over_them(tmp_path: Path) -> None:
+def test_the_picture_has_panels_of_what_was_measured(tmp_path: Path) -> None:
+    leave(tmp_path / "one" / "0", ["a=1"], METRICS)
+    leave(tmp_path / "two" / "0", ["a=1"], {**METRICS, "accuracy": 0.5})
+    write(tmp_path / "one")
+    write(tmp_path / "two")
+    assert size_of_picture(tmp_path / "two")[0] > 1.5 * size_of_picture(tmp_path / "one")[0]
     for i, quant in enumerate(("none", "int8", "int4")):
-        leave(tmp_path / str(i), ["task=evaluate", f"quant={quant}"], {**QUALITY, "weight_bytes": 8_000_000 >> i})
-    write(tmp_path)
-    lines = (tmp_path / "sweep.md").read_text().splitlines()
+        quality = {**QUALITY, "weight_bytes": 8_000_000 >> i}
+        leave(tmp_path / "schemes" / str(i), ["task=evaluate", f"quant={quant}"], quality)
+    write(tmp_path / "schemes")
+    lines = (tmp_path / "schemes" / "sweep.md").read_text().splitlines()
     assert lines[0] == "| job | quant | perplexity | weights (MB) | peak memory (MB) |"
     assert [line.split(" | ")[3] for line in lines[2:]] == ["8.00", "4.00", "2.00"]
-    assert size_of_picture(tmp_path)[0] > 500
+    assert size_of_picture(tmp_path / "schemes")[0] > 500  # quality over weights
 
 
 def test_jobs_that_differ_in_the_task_alone_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,17 +130,6 @@ def test_jobs_that_differ_in_the_task_alone_share_a_row(tmp_path: Path, capsys: 
     assert size_of_picture(tmp_path)[0] > 1.5 * size_of_picture(tmp_path / "alone")[0]  # speed over quality, too
 
 
-def test_a_joined_row_has_the_errors_of_its_jobs_and_tasks_twice_are_not_joined(tmp_path: Path) -> None:
-    leave(tmp_path / "0", ["task=bench", "quant=int8"], SPEED)
-    leave(tmp_path / "1", ["task=evaluate", "quant=int8"], error="no text")
-    leave(tmp_path / "2", ["task=bench", "quant=int4"], SPEED)
-    leave(tmp_path / "3", ["task=bench", "quant=int4"], SPEED)
-    assert write(tmp_path) == f"1 of 4 jobs failed: see {tmp_path}/sweep.md"
-    joined, third, fourth = rows(tmp_path)
-    assert (joined["job"], joined["error"], joined["decode_tokens_per_s"]) == ("0 + 1", "evaluate: no text", "123.456")
-    assert (third["job"], third["task"], fourth["job"]) == ("2", "bench", "3")
-
-
 def test_rows_stand_in_the_order_of_the_jobs_and_are_of_this_sweep_alone(tmp_path: Path) -> None:
     for number in (10, 2, 0):  # folders of more than one level, as of hydra.job.override_dirname
         leave(tmp_path / f"a={number}" / str(number), [f"a={number}"], METRICS)
@@ -171,16 +141,9 @@ def test_rows_stand_in_the_order_of_the_jobs_and_are_of_this_sweep_alone(tmp_pat
         assert [(row["job"], row["a"]) for row in rows(tmp_path)] == [("a=0/0", "0"), ("a=2/2", "2"), ("a=10/10", "10")]
 
 
-def test_a_sweep_without_jobs_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert write(tmp_path) is None
-    assert write(tmp_path / "not there") is None
-    assert not list(tmp_path.iterdir())
-    assert not capsys.readouterr().out
-
-
 @contextmanager
 def recorded(folder: Path, sweep_dir: Path, number: int = 0, sweep: str = "this") -> Iterator[None]:
-    with recorded_job(Sweep(sweep, str(sweep_dir)), folder, number, ["a=1"]):
+    with recorded_job(Sweep(sweep, str(sweep_dir)), folder, number, ["a=1"], SETTINGS):
         yield
 
 
@@ -191,28 +154,25 @@ def recorded(folder: Path, sweep_dir: Path, number: int = 0, sweep: str = "this"
         (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
         (RuntimeError("two\nlines\x1b[2J"), "RuntimeError: two lines\x1b[2J"),
         (None, None),
+        (KeyboardInterrupt(), "did not finish"),
+        (SystemExit(143), "did not finish"),
     ],
 )
-def test_an_error_ends_one_job(
-    tmp_path: Path, raised: Exception | None, error: str | None, capsys: pytest.CaptureFixture[str]
+def test_an_error_ends_one_job_and_an_interrupt_the_sweep(
+    tmp_path: Path, raised: BaseException | None, error: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "0").mkdir()
-    with recorded(tmp_path / "0", tmp_path, number=3):
+    with (
+        nullcontext() if isinstance(raised, Exception | None) else pytest.raises(type(raised)),
+        recorded(tmp_path / "0", tmp_path, number=3),
+    ):
         if raised:
             raise raised
-    job = {"sweep": "this", "number": 3, "overrides": ["a=1"], "error": error}
+    job = {"sweep": "this", "number": 3, "overrides": ["a=1"], "error": error} | SETTINGS
     assert json.loads((tmp_path / "0" / "job.json").read_text()) == job
     printed = capsys.readouterr().err
     assert ("Traceback" in printed) == isinstance(raised, RuntimeError)
     assert "\x1b" not in printed  # a terminal would interpret it
-
-
-@each("raised", [KeyboardInterrupt(), SystemExit(143)])
-def test_an_interrupt_ends_the_sweep_and_the_job_says_so(tmp_path: Path, raised: BaseException) -> None:
-    (tmp_path / "0").mkdir()
-    with pytest.raises(type(raised)), recorded(tmp_path / "0", tmp_path):
-        raise raised
-    assert json.loads((tmp_path / "0" / "job.json").read_text())["error"] == "did not finish"
 
 
 def test_a_folder_of_two_jobs_or_of_another_sweep_is_refused(tmp_path: Path) -> None:
@@ -249,8 +209,5 @@ def test_the_objective_is_a_number_of_the_metrics(tmp_path: Path) -> None:
             objective(tmp_path / "0", wrong)
     with pytest.raises(UserError, match="sweep.objective=model is no metric"):  # a text
         objective(tmp_path / "0", "model")
-
-
-def test_a_job_that_failed_has_no_objective(tmp_path: Path) -> None:
-    leave(tmp_path / "0", [], METRICS, error="decode.top_p=7 is not allowed")
-    assert objective(tmp_path / "0", "decode_tokens_per_s") is None
+    leave(tmp_path / "1", [], METRICS, error="decode.top_p=7 is not allowed")
+    assert objective(tmp_path / "1", "decode_tokens_per_s") is None
