@@ -186,6 +186,29 @@ def test_a_sweeper_searches_by_what_the_jobs_hand_back(
 
 
 @pytest.mark.long
+def test_optuna_searches_schemes_and_a_bound_selects(tmp_path: Path) -> None:
+    """The command of docs/sweeps.md, with two trials."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl. " * 9)
+    done = run(
+        "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.sampler.seed=0", "hydra.sweeper.direction=[minimize,minimize]",
+        "sweep.objective=[perplexity,peak_memory_bytes]", "sweep.select=peak_memory<=1TB, min perplexity",
+        "task=evaluate", "quant=int8,int4", "quant.group_size=32,64", "quant.kv_cache=none,int8",
+        f"evaluate.data={tmp_path / 'text.txt'}", "evaluate.window=16", "device=cpu", f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = table(tmp_path / "sweep")
+    assert [row["job"] for row in rows] == ["0", "1"]
+    best = min(rows, key=lambda row: float(row["perplexity"]))
+    assert best["choice"] == "chosen"
+    assert f"sweep.select chose job {best['job']}" in done.stdout
+    saved = (tmp_path / "sweep" / best["job"] / "config.yaml").read_text().partition("\n")[2]
+    assert (tmp_path / "sweep" / "best" / "config.yaml").read_text().partition("\n")[2] == saved
+    assert "solutions" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+
+
+@pytest.mark.long
 def test_an_objective_that_is_not_a_metric_ends_the_sweep_at_its_first_job(chatty: Path, tmp_path: Path) -> None:
     arguments = ["device=cpu", f"model.path={chatty}", "predict.data=Once", "decode.max_new_tokens=2,3"]
     done = run("-m", *arguments, "sweep.objective=tokens_per_sec", f"hydra.sweep.dir={tmp_path}")
