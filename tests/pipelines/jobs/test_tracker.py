@@ -62,7 +62,7 @@ def test_a_run_and_a_sweep_are_in_the_store(tmp_path: Path, caplog: pytest.LogCa
     for number in range(2):
         folder = sweep.folder / str(number)
         folder.mkdir(parents=True)
-        with recorded_job(sweep, folder, number, [f"seed={number}"]):
+        with recorded_job(sweep, folder, number, [f"seed={number}"], {"select": None, "baseline": 0}):
             leave(run, folder, {"tokens_per_s": float(number)})
     write_sweep(sweep)
     client = mlflow.MlflowClient(uri)
