@@ -28,7 +28,9 @@ def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, prog
     `engine`: of `run`, with a tokenizer. A second engine of `source` computes with its floats, or with its codes and a
     cache of floats if the checkpoint is quantised. Raises UserError if the free memory is too small for it.
     """
-    plan = plan_model(float_model(run.model), QuantConfig(), source, engine.device, packed=True)
+    plan = plan_model(
+        float_model(run.model), QuantConfig(), source, engine.device, packed=False
+    )  # computes the same bits
     needed, free = weight_bytes(plan.model, plan.dtype), free_memory(engine.device, run.device.memory_fraction)
     if needed > MEMORY_SHARE * free:
         raise UserError(f"the floats have {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
