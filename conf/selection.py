@@ -23,7 +23,7 @@ BYTES = "_bytes"
 KNOWN = (
     "accuracy", "perplexity", "nll_per_token", "kl_mean", "kl_p99", "top1_agreement", "decode_tokens_per_s",
     "prefill_tokens_per_s", "tokens_per_s", "prompt_tokens_per_s", "time_to_first_token_s", "time_per_output_token_s",
-    "acceptance", "weight_bytes", "peak_memory_bytes", "kv_bytes", "memory_bandwidth_bytes_per_s",
+    "acceptance", "share_of_windows", "weight_bytes", "peak_memory_bytes", "kv_bytes", "memory_bandwidth_bytes_per_s",
     "decode_share_of_bandwidth", "load_s", "start_s", "run_s", "generate_s", "evaluate_s", "quantize_s", "convert_s",
     "export_s", "prefix_s", "num_prompts", "num_errors", "num_blank_lines", "num_resumed_rows", "num_truncated_rows",
     "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_drafted_tokens", "num_accepted_tokens",

@@ -317,6 +317,10 @@ class SweepConfig:
     """
     baseline: int = option(0, minimum=0)
     """Row of the table, from 0, from which the differences of the other rows are computed."""
+    halving: bool = False
+    """Score growing parts of evaluate.data, and stop a job that can no longer be the best: by `select`, else by
+    KL divergence, or without a reference by perplexity.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, "sweep")

@@ -27,6 +27,7 @@ from pipelines.tasks.evaluate_compare import (
     draw_comparison,
 )
 from pipelines.tasks.evaluate_data import Question, Text, ask, encode_text, read_questions, read_texts
+from pipelines.tasks.evaluate_halving import open_race, score_in_parts
 from pipelines.tasks.evaluate_samples import (
     DOCUMENT,
     QUESTION,
@@ -41,6 +42,7 @@ from pipelines.tasks.evaluate_samples import (
     window_samples,
     write_samples,
 )
+from pipelines.tasks.sweep_jobs import SHARE
 
 DEFAULT_WINDOW = 512  # tokens
 BATCH_SIZE = 16  # questions per batch
@@ -74,15 +76,19 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         if baseline:
             baseline.check_reference(run.evaluate.reference, run.model)
         load_s, start = time.perf_counter() - start, time.perf_counter()
+        scores, scored = _score(run, windows, read, engine, reference, progress, output_dir)
+        if len(scored) < len(read):  # sweep.halving has stopped this job
+            questions, asked, baseline = [], {}, None
+            run = replace(run, evaluate=replace(run.evaluate, tasks=[]))
         answers = ask(engine, questions, run.decode, progress.generated)
-        scores = _score(windows, engine, reference, progress) if texts else None
         tasks, documents = _ask_lm_eval(engine, run.evaluate) if run.evaluate.tasks else ({}, [])
     evaluate_s, peak_memory = time.perf_counter() - start, report.peak_memory_of(engine)  # without the intervals
-    samples = [*window_samples(read, scores)] if scores else []
+    samples = [*window_samples(scored, scores)] if scores else []
     samples += [*question_samples(asked, questions, answers), *documents]
     metrics = {
         **quality(scores, answers, run.evaluate.seed),
         "tasks": tasks,
+        **({SHARE: len(scored) / len(read)} if run.sweep.halving and read else {}),
         "start_s": report.START_S,
         "load_s": load_s,
         "evaluate_s": evaluate_s,
@@ -90,13 +96,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         "probe": engine.divergence and asdict(engine.divergence),
         "peak_memory_bytes": peak_memory,
     }
-    files = {"metrics.json": json.dumps(metrics, indent=2) + "\n", SAMPLES: write_samples(samples)}
-    comparison, compared_files = _compare(samples, baseline, run.evaluate.seed) if baseline else (None, {})
-    report.write_run(output_dir, dump(run, output_dir), files | compared_files)
-    for name in {COMPARISON, PICTURE} - compared_files.keys():
-        (output_dir / name).unlink(missing_ok=True)  # of an earlier run in this folder
-    _print(metrics, comparison, output_dir)
-    check_gate(run.evaluate.gate or {}, metrics, comparison)
+    _write(run, metrics, samples, baseline, output_dir, dump(run, output_dir))
 
 
 def _read_data(run: RunConfig) -> tuple[list[Text], list[Question]]:
@@ -104,6 +104,9 @@ def _read_data(run: RunConfig) -> tuple[list[Text], list[Question]]:
     if evaluate.data is None and evaluate.questions is None and not evaluate.tasks:
         options = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
         raise UserError(f"there is nothing to evaluate: give {options}, or several of them")
+    if run.sweep.halving and evaluate.gate:
+        problem = "evaluate.gate is not used with sweep.halving, whose jobs may score a part of the data"
+        raise UserError(f"{problem}: leave one of them out")
     texts = [] if evaluate.data is None else read_texts(evaluate.data)
     questions = [] if evaluate.questions is None else read_questions(evaluate.questions)
     if not questions:
@@ -169,11 +172,27 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> tuple[dict[str, di
 
 
 def _score(
-    windows_by_text: list[list[Window]], engine: Engine, reference: Engine | None, progress: report.ProgressSink
-) -> Scores:
+    run: RunConfig,
+    windows_by_text: list[list[Window]],
+    inputs: dict[str, str],
+    engine: Engine,
+    reference: Engine | None,
+    progress: report.ProgressSink,
+    output_dir: Path,
+) -> tuple[Scores | None, dict[str, str]]:
+    """Return the scores, None without windows, and the inputs of the windows that are scored."""
     windows = [window for text_windows in windows_by_text for window in text_windows]
     total = sum(window.num_scored for window in windows)
-    return score(engine, windows, reference, lambda num_tokens: progress.scored(num_tokens, total))
+
+    def on_step(num_tokens: int) -> None:
+        progress.scored(num_tokens, total)
+
+    if not windows:
+        return None, inputs
+    if not run.sweep.halving:
+        return score(engine, windows, reference, on_step), inputs
+    race = open_race(output_dir, reference is not None, run.evaluate.seed)
+    return score_in_parts(engine, windows, inputs, reference, on_step, race)
 
 
 def _load_reference(
@@ -209,6 +228,24 @@ def _compare(samples: list[Sample], baseline: Baseline, seed: int) -> tuple[Comp
     if picture := draw_comparison(now, baseline.samples):
         files[PICTURE] = picture
     return comparison, files
+
+
+def _write(
+    run: RunConfig,
+    metrics: dict[str, Any],
+    samples: list[Sample],
+    baseline: Baseline | None,
+    output_dir: Path,
+    config: str,
+) -> None:
+    """Write the files and print the results. Raises Difference at the end if the gate is not passed."""
+    files = {"metrics.json": json.dumps(metrics, indent=2) + "\n", SAMPLES: write_samples(samples)}
+    comparison, compared_files = _compare(samples, baseline, run.evaluate.seed) if baseline else (None, {})
+    report.write_run(output_dir, config, files | compared_files)
+    for name in {COMPARISON, PICTURE} - compared_files.keys():
+        (output_dir / name).unlink(missing_ok=True)  # of an earlier run in this folder
+    _print(metrics, comparison, output_dir)
+    check_gate(run.evaluate.gate or {}, metrics, comparison)
 
 
 def _print(metrics: dict[str, Any], comparison: Comparison | None, output_dir: Path) -> None:

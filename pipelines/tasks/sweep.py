@@ -33,7 +33,7 @@ from pipelines.tasks.sweep_table import (
     varied_overrides,
 )
 
-SETTINGS = ("select", "baseline")
+SETTINGS = ("select", "baseline", "halving")
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def recorded_job(
 ) -> Iterator[None]:
     """Write `job.json` into the folder. An error in the block ends only this job; an interrupt ends the sweep.
 
-    settings: sweep.select and sweep.baseline, which `write_sweep` reads from the records.
+    settings: those of the sweep, which `write_sweep` and `sweep.halving` read from the records.
 
     Raises UserError for a folder outside the sweep's folder, and for a folder that another job of the sweep uses.
     """
@@ -53,7 +53,7 @@ def recorded_job(
         raise UserError(f"two jobs of the sweep would write {folder}: {remedy}")
 
     def record(error: str | None) -> None:
-        job = {"sweep": sweep.id, "number": number, "overrides": overrides, "error": error}
+        job = {"sweep": sweep.id, "dir": str(sweep.folder), "number": number, "overrides": overrides, "error": error}
         job |= {name: settings[name] for name in SETTINGS}
         report.write_atomically(folder / RECORD, [json.dumps(job, indent=2) + "\n"])
 
@@ -98,7 +98,7 @@ def write_sweep(sweep: Sweep) -> str | None:
     read, records = read_jobs(sweep)
     if not read:  # it ended before its first job
         return None
-    select, baseline = (records[0].get(name) for name in SETTINGS)
+    select, baseline, halving = (records[0].get(name) for name in SETTINGS)
     jobs = join_tasks(read)
     keys = varied_overrides(jobs)
     problems = []
@@ -106,6 +106,8 @@ def write_sweep(sweep: Sweep) -> str | None:
         problems.append(f"{num_failed} of {len(read)} jobs failed: see {sweep.folder / 'sweep.md'}")
     if baseline and baseline >= len(jobs):
         problems.append(f"sweep.baseline={baseline} is no row of the table: give 0 to {len(jobs) - 1}")
+    if halving and all(job.share_of_windows is None for job in jobs):
+        problems.append("sweep.halving had no windows: give task=evaluate evaluate.data=FILE, or leave it out")
     try:
         choice = choose(jobs, parse_selection(select)) if select and num_failed < len(read) else None
     except UserError as error:  # the table has the measurements nevertheless

@@ -28,10 +28,11 @@ def choose(jobs: list[SweepJob], selection: Selection) -> Choice:
     """Return the chosen row and the Pareto front.
 
     The chosen row is the row with the best objective of all rows that satisfy the constraints, and the first of equal
-    rows. Raises UserError for a metric that no job has.
+    rows. A job that sweep.halving stopped is in neither. Raises UserError for a metric that no job has.
     """
     selection = _resolved(selection, jobs)
-    values = {i: v for i, job in enumerate(jobs) if not job.error and (v := _to_minimize(job, selection)) is not None}
+    complete = {i: job for i, job in enumerate(jobs) if not job.error and not job.is_stopped}
+    values = {i: v for i, job in complete.items() if (v := _to_minimize(job, selection)) is not None}
     allowed = [i for i in values if _satisfies(jobs[i], selection)]
     chosen = min(allowed, key=lambda i: values[i][0], default=None)
     front = frozenset(i for i, v in values.items() if not any(_dominates(other, v) for other in values.values()))
@@ -41,7 +42,8 @@ def choose(jobs: list[SweepJob], selection: Selection) -> Choice:
 def why_none(jobs: list[SweepJob], keys: list[str], selection: Selection) -> str:
     """Return an error line: the job that is closest to the constraints, and by how much it misses them."""
     metrics = [selection.objective, *(limit.metric for limit in selection.limits)]
-    complete = [job for job in jobs if not job.error and all(job.number(metric) is not None for metric in metrics)]
+    finished = [job for job in jobs if not job.error and not job.is_stopped]
+    complete = [job for job in finished if all(job.number(metric) is not None for metric in metrics)]
     if not complete:
         return f"no job measured all of {', '.join(dict.fromkeys(metrics))}, which sweep.select needs"
     (_, end, limit), job = min(((_worst_miss(job, selection), job) for job in complete), key=lambda miss: miss[0][0])

@@ -20,15 +20,15 @@ Differences = dict[str, PairedDifference]
 def differences_from(jobs: list[SweepJob], baseline: int) -> list[Differences]:
     """Return each row's value minus the baseline's, and for perplexity the quotient.
 
-    The baseline has none, nor has a row that failed or did not evaluate. A row with other data or a damaged file has
+    The baseline has none, nor has a row that failed, stopped or did not evaluate. A row with other data or a damaged file has
     none, and a warning says so.
     """
-    before = _samples(jobs[baseline]) if baseline < len(jobs) else {}
+    before = samples_of(jobs[baseline]) if baseline < len(jobs) else {}
     return [_difference(job, before) if before and i != baseline else {} for i, job in enumerate(jobs)]
 
 
 def _difference(job: SweepJob, before: dict[Key, Sample]) -> Differences:
-    now = _samples(job)
+    now = {} if job.is_stopped else samples_of(job)
     if not now:
         return {}
     if _inputs(now) != _inputs(before):
@@ -42,7 +42,7 @@ def _inputs(samples: dict[Key, Sample]) -> dict[Key, str]:
     return {key: sample["input"] for key, sample in samples.items()}
 
 
-def _samples(job: SweepJob) -> dict[Key, Sample]:
+def samples_of(job: SweepJob) -> dict[Key, Sample]:
     """Return the samples of a row's jobs. A folder without metrics of evaluate may have those of an earlier sweep."""
     samples: dict[Key, Sample] = {}
     for folder in job.folders:

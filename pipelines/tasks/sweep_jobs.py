@@ -11,6 +11,7 @@ from typing import Any
 Value = str | int | float | None
 RECORD = "job.json"
 PEAK_MEMORY = "peak_memory_bytes"
+SHARE = "share_of_windows"  # of evaluate.data, scored by a job of a sweep with sweep.halving
 TASK = "task"
 STDERR, CI95 = "_stderr", "_ci95"  # endings of the names of a metric's standard error and 95 % interval
 
@@ -33,6 +34,15 @@ class SweepJob:
     def number(self, metric: str) -> float | None:
         value = self.metrics.get(metric)
         return value if isinstance(value, int | float) else None
+
+    @property
+    def share_of_windows(self) -> float | None:
+        """The share of the windows that a job with sweep.halving scored. Less than 1: it stopped."""
+        return self.number(SHARE)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.share_of_windows is not None and self.share_of_windows < 1
 
     def end(self, metric: str, is_upper: bool) -> float | None:
         """Return the upper or lower end of a metric's 95 % interval; its value if it has no interval."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pipelines.jobs.uncertainty import PairedDifference
 from pipelines.tasks.sweep_choice import Choice
 from pipelines.tasks.sweep_difference import Differences
-from pipelines.tasks.sweep_jobs import CI95, PEAK_MEMORY, STDERR, SweepJob
+from pipelines.tasks.sweep_jobs import CI95, PEAK_MEMORY, SHARE, STDERR, SweepJob
 
 Table = dict[str, list[str]]
 """Cells by heading."""
@@ -26,6 +26,7 @@ MAIN = {  # metric: name, unit, factor
     "time_per_output_token_s.p50": ("next token p50", "ms", 1e3),
     "weight_bytes": ("weights", "MB", 1e-6),
     PEAK_MEMORY: ("peak memory", "MB", 1e-6),
+    SHARE: ("windows scored", "%", 100),
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
 }

@@ -14,6 +14,7 @@ from conf.compose import dump
 from conf.errors import UserError
 from conf.saved import as_saved
 from conf.schema import RunConfig
+from conf.tasks import SweepConfig
 from conf.tracker import Tracker, TrackerConfig
 from pipelines.jobs.report import Dump, write_run
 from pipelines.jobs.tracker import QUIET
@@ -62,7 +63,7 @@ def test_a_run_and_a_sweep_are_in_the_store(tmp_path: Path, caplog: pytest.LogCa
     for number in range(2):
         folder = sweep.folder / str(number)
         folder.mkdir(parents=True)
-        with recorded_job(sweep, folder, number, [f"seed={number}"], {"select": None, "baseline": 0}):
+        with recorded_job(sweep, folder, number, [f"seed={number}"], vars(SweepConfig())):
             leave(run, folder, {"tokens_per_s": float(number)})
     write_sweep(sweep)
     client = mlflow.MlflowClient(uri)

@@ -247,8 +247,10 @@ def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None])
     return text
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
+@each("scheme", ["none", "int8", "fp8"])
 def test_a_bias_is_compared(scheme: str, kept: Path) -> None:
+    for file in kept.glob("*"):  # of the scheme before
+        file.unlink()
     run, name = job(GOLDENS / "llama_tied_bias", SCHEMES[scheme]), "model.layers.0.self_attn.q_proj.bias"
     load_engine(run, 3)
     for bias, change in (
@@ -292,8 +294,10 @@ def test_a_permutation_is_compared(tmp_path: Path, kept: Path) -> None:
         assert message in refused(run, kept, {name: other})
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@each("scheme", ["int8", "fp8"])
 def test_a_permutation_of_weights_that_have_none_is_refused(scheme: str, kept: Path) -> None:
+    for file in kept.glob("*"):  # of the scheme before
+        file.unlink()
     run, name = job(GOLDENS / "llama3", SCHEMES[scheme]), "model.layers.0.mlp.up_proj.permutation"
     load_engine(run, 3)
     assert f"{name} belongs to no layer" in refused(run, kept, {name: torch.arange(64).flip(0)})

@@ -14,7 +14,7 @@ from pipelines.tasks.sweep_jobs import Sweep
 from tests.helpers.cases import each
 from tests.helpers.sweep_folders import METRICS, leave, rows, write
 
-SETTINGS: dict[str, Any] = {"select": "max accuracy", "baseline": 1}
+SETTINGS: dict[str, Any] = {"select": "max accuracy", "baseline": 1, "halving": False}
 QUALITY = {"perplexity": 5.25, "load_s": 1.0, "weight_bytes": 4_000_000, "peak_memory_bytes": 480_000_000}
 SPEED = {**METRICS, "load_s": 2.0, "weight_bytes": 4_000_000}
 
@@ -168,7 +168,7 @@ def test_an_error_ends_one_job_and_an_interrupt_the_sweep(
     ):
         if raised:
             raise raised
-    job = {"sweep": "this", "number": 3, "overrides": ["a=1"], "error": error} | SETTINGS
+    job = {"sweep": "this", "dir": str(tmp_path), "number": 3, "overrides": ["a=1"], "error": error} | SETTINGS
     assert json.loads((tmp_path / "0" / "job.json").read_text()) == job
     printed = capsys.readouterr().err
     assert ("Traceback" in printed) == isinstance(raised, RuntimeError)

@@ -21,7 +21,7 @@ SELECT = "kl_mean<=0.01, peak_memory<=12GB, max decode_tokens_per_s"
 
 
 def settings(select: str | None = None, baseline: int = 0) -> dict[str, Any]:
-    return {"select": select, "baseline": baseline}
+    return {"select": select, "baseline": baseline, "halving": False}
 
 
 def measured(kl: float, high: float | None, peak: float, speed: float) -> dict[str, Any]:
