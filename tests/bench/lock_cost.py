@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 WAYS = ("without run.lock", "hashes are kept", "no hash is kept")
@@ -56,7 +57,11 @@ def main() -> None:
                 environment = {"QUINTET_OUTPUTS": str(kept)}
                 rows[way].append(_run(command, environment))
     medians = {way: _medians(measured[1:]) for way, measured in rows.items()}
-    print(json.dumps({"overrides": args.overrides, "rounds": args.rounds, **medians}, indent=2))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from pipelines.jobs.report import environment
+
+    about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+    print(json.dumps({**about, "overrides": args.overrides, "rounds": args.rounds, **medians}, indent=2))
 
 
 def _run(command: list[str], environment: dict[str, str]) -> dict[str, float]:
