@@ -4,7 +4,7 @@
 compute.
 """
 
-from pipelines.engine.engine import Divergence, Engine
+from pipelines.engine.engine import Engine, ProbeResult
 from pipelines.engine.request import Completion, Output, Request, SamplingParams
 
-__all__ = ["Completion", "Divergence", "Engine", "Output", "Request", "SamplingParams"]
+__all__ = ["Completion", "ProbeResult", "Engine", "Output", "Request", "SamplingParams"]

@@ -22,7 +22,7 @@ from pipelines.engine.step_loop import StepLoop
 
 
 @dataclass(frozen=True)
-class Divergence:
+class ProbeResult:
     """How far the predictions of a quantised model are from those of the same model in floats."""
 
     kl_mean: float
@@ -56,7 +56,7 @@ class Engine(StepLoop):
         self.num_blocks, block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.config, self.tokenizer = config, tokenizer
-        self.divergence: Divergence | None = None  # None if it is not measured
+        self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
         self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, self.num_blocks, block_size)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
-from pipelines.engine import Divergence, Engine, Output, Request
+from pipelines.engine import Engine, Output, ProbeResult, Request
 from pipelines.engine.speculation import DraftCounts
 from pipelines.jobs import report
 from pipelines.jobs.journal import Fingerprint
@@ -33,7 +33,7 @@ class Loaded:
     weight_bytes: int
     num_values: int = 0
     """How many numbers the result of a row has; 0 if the result is a text."""
-    divergence: Divergence | None = None
+    divergence: ProbeResult | None = None
     """Of a quantised model from floats, if it is measured."""
 
 

@@ -6,7 +6,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import RunConfig
-from pipelines.engine import Divergence, Engine
+from pipelines.engine import Engine, ProbeResult
 from pipelines.engine.kv_cache import free_memory
 from pipelines.jobs.report import ProgressSink
 from pipelines.jobs.scoring import Window, score
@@ -22,7 +22,7 @@ NUM_TOKENS = 512
 MEMORY_SHARE = 0.8  # of the free memory; the floats of a larger model are not loaded
 
 
-def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, progress: ProgressSink) -> Divergence:
+def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, progress: ProgressSink) -> ProbeResult:
     """Return the divergence on the first tokens of the built-in texts, at most NUM_TOKENS, and not more than a step takes.
 
     `engine`: of `run`, with a tokenizer. A second engine of `source` computes with its floats, or with its codes and a
@@ -44,4 +44,4 @@ def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, prog
     scores = score(engine, [Window(token_ids, len(token_ids) - 1)], reference)
     assert scores.kl_mean is not None
     assert scores.top1_agreement is not None
-    return Divergence(scores.kl_mean, scores.top1_agreement, scores.num_tokens)
+    return ProbeResult(scores.kl_mean, scores.top1_agreement, scores.num_tokens)

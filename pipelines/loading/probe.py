@@ -11,7 +11,7 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantScheme
 from conf.schema import RunConfig, Task
 from models.heads import HeadKind
-from pipelines.engine import Divergence, Engine
+from pipelines.engine import Engine, ProbeResult
 from pipelines.jobs.output_folder import kept_folder
 from pipelines.jobs.report import ProgressSink, outside_peak_memory, write_atomically
 from pipelines.loading.divergence import measure_divergence
@@ -22,7 +22,7 @@ from pipelines.loading.quantize.calibrated import calibration_job
 log = logging.getLogger(__name__)
 
 
-def probe(run: RunConfig, source: ModelSource, engine: Engine, progress: ProgressSink) -> Divergence | None:
+def probe(run: RunConfig, source: ModelSource, engine: Engine, progress: ProgressSink) -> ProbeResult | None:
     """Return the divergence of the run's engine from floats, and warn if it exceeds `quant.probe_kl`.
 
     It is measured on the first tokens of the built-in texts, once for a model and its `quant`, and kept. None if
@@ -33,7 +33,7 @@ def probe(run: RunConfig, source: ModelSource, engine: Engine, progress: Progres
         return None
     file = kept_folder("probes") / f"{_digest(run, source)}.json"
     try:
-        divergence = Divergence(**json.loads(file.read_bytes()))
+        divergence = ProbeResult(**json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):  # not measured yet, or damaged
         try:
             with outside_peak_memory(engine.device):
@@ -74,7 +74,7 @@ def _digest(run: RunConfig, source: ModelSource) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _warning(run: RunConfig, divergence: Divergence) -> str:
+def _warning(run: RunConfig, divergence: ProbeResult) -> str:
     options = [f"quant={run.quant.scheme.name}"] if run.quant.scheme is not QuantScheme.none else []
     options += [f"quant.kv_cache={run.quant.kv_cache.name}"] if run.quant.kv_cache is not KVCacheFormat.none else []
     return (

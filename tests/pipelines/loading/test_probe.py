@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task, Weights
 from models.tiny.corpus import documents
-from pipelines.engine import Divergence, Engine
+from pipelines.engine import Engine, ProbeResult
 from pipelines.jobs.report import peak_memory_bytes, reset_peak_memory
 from pipelines.loading import divergence, probe
 from pipelines.loading.load_engine import load_engine
@@ -94,6 +94,6 @@ def test_what_is_not_measured(
     monkeypatch.setenv("QUINTET_OUTPUTS", "/proc")  # cannot be written: measured each time
     reset_peak_memory()
     before = peak_memory_bytes(torch.device("cpu"))
-    monkeypatch.setattr(probe, "measure_divergence", lambda *_: (torch.ones(10**8), Divergence(0.1, 0.9, 7))[1])
-    assert load().divergence == Divergence(0.1, 0.9, 7)
+    monkeypatch.setattr(probe, "measure_divergence", lambda *_: (torch.ones(10**8), ProbeResult(0.1, 0.9, 7))[1])
+    assert load().divergence == ProbeResult(0.1, 0.9, 7)
     assert peak_memory_bytes(torch.device("cpu")) - before < 2e8  # not the 400 MB of the probe
