@@ -25,7 +25,7 @@ def _is_uri(uri: Any) -> bool:
 
 @dataclass
 class TrackerConfig:
-    """Where a run is logged when it ends: its config, metrics, tables and pictures."""
+    """A run logs its config, metrics, tables and pictures to this store when it ends."""
 
     kind: Tracker = option(Tracker.none, typed_as="tracker")
     uri: str | None = option(None, form=(_is_uri, FORM), only_with=_MLFLOW)
@@ -41,7 +41,7 @@ class TrackerConfig:
 
     @property
     def saved(self) -> "TrackerConfig":
-        """The same store from any working directory: with the absolute path of a SQLite file."""
+        """Return the settings with the absolute path of a SQLite file, for a config that runs in another folder."""
         if file := re.fullmatch(r"sqlite:///([^/].*)", self.uri or ""):
             return replace(self, uri=f"sqlite:///{os.path.abspath(file[1])}")
         return self

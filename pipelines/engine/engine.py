@@ -23,7 +23,7 @@ from pipelines.engine.step_loop import StepLoop
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How far the predictions of a quantised model are from those of the same model in floats."""
+    """The differences between the predictions of a quantised model and of the same model in floats."""
 
     kl_mean: float
     """Mean KL(floats || quantised) of a token, in nats."""

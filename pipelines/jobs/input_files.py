@@ -24,6 +24,7 @@ CONFIGS = (
     "*.yaml",
     "*.yml",
 )
+"""Files of a model's config and tokenizer."""
 WEIGHTS = ("*.safetensors", "*.gguf", "*.pt2", "*.npy", "*.ckpt", "*.pdparams", "rank_*/*", "[0-9]*_*/*")
 PICKLES = ("*.bin", "*.pt", "*.pth")  # read only if there is no other file of weights
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model

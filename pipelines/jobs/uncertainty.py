@@ -16,7 +16,7 @@ DRAWS = 10_000
 PERCENTILE_DRAWS = 1_000  # each draw adds up the weights of all tokens
 DRAWN_AT_ONCE = 2**22  # numbers
 # A bootstrap interval is within the least and the largest window. The range of 5 windows contains the median with a
-# probability of 94 %, that of 6 windows with 97 %. So 6 windows are the fewest with an interval of 95 %.
+# probability of 94 %, the range of 6 with 97 %. An interval of 95 % therefore needs 6 windows.
 MIN_WINDOWS = 6
 Interval = tuple[float, float]
 Array = NDArray[np.float64]
@@ -85,8 +85,8 @@ def ratio_difference(
 ) -> PairedDifference:
     """Return the difference of sum / count between two models on the same W windows, at least one.
 
-    The interval and p are a paired bootstrap's. If no window differs, the interval is [0, 0]: equal numbers of many
-    digits in every window are those of equal models.
+    The interval and p are a paired bootstrap's. If no window differs, the interval is [0, 0]: models with equal
+    numbers in every window, to the last digit, are equal.
     """
     differences, weights = np.subtract(sums, other_sums), np.asarray(counts, np.float64)
     value = float(differences.sum() / weights.sum())

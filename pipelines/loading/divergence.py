@@ -1,4 +1,4 @@
-"""Measure how far the predictions of an engine are from those of the same model in floats."""
+"""Compare the predictions of a quantised engine with the predictions of the same model in floats."""
 
 from dataclasses import replace
 
@@ -28,9 +28,8 @@ def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, prog
     `engine`: of `run`, with a tokenizer. A second engine of `source` computes with its floats, or with its codes and a
     cache of floats if the checkpoint is quantised. Raises UserError if the free memory is too small for it.
     """
-    plan = plan_model(
-        float_model(run.model), QuantConfig(), source, engine.device, packed=False
-    )  # computes the same bits
+    # Packing takes longer than it saves in one pass, and does not change the bits.
+    plan = plan_model(float_model(run.model), QuantConfig(), source, engine.device, packed=False)
     needed, free = weight_bytes(plan.model, plan.dtype), free_memory(engine.device, run.device.memory_fraction)
     if needed > MEMORY_SHARE * free:
         raise UserError(f"the floats have {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")

@@ -7,7 +7,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,27 +20,15 @@ from conf.quantization import Activations, CalibrateConfig, QuantConfig, Quantiz
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
-from models.tokenizers.template_files import NAMED_TEMPLATES
 from pipelines.engine import Engine
 from pipelines.jobs.data_files import expanded
+from pipelines.jobs.input_files import CONFIGS, SPLIT
 from pipelines.jobs.journal import Fingerprint, dumps
 from pipelines.jobs.report import REPOSITORY
 from pipelines.loading.model_source import ModelSource
 from pipelines.loading.quantize.calibration_data import calibration_file
 from pipelines.ranks.launch import degrees, joined
 
-READ = (
-    "*.json",
-    "*.jinja",
-    f"{NAMED_TEMPLATES}/*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "vocab.txt",
-    "merges.txt",
-    "*.yaml",
-    "*.yml",
-)
-"""Files of config and tokenizer, identified by their sha256."""
 WEIGHTS = (
     "*.safetensors",
     "*.gguf",
@@ -58,7 +45,6 @@ NOT_STORED = {"plan", "imatrix", "probe", "probe_kl"}
 """Settings of `quant` that do not determine the model's numbers, or whose files do."""
 SOURCES = ("kernels", "models", "quantization")  # packages whose code determines the model's weights
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # samples of a weight file
-SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # name of a part of a split GGUF model
 
 
 def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
@@ -194,7 +180,7 @@ def file_fingerprint(path: Path, name: str) -> Fingerprint:
 def _named_files(path: Path, name: str, name_weights: Callable[[Path], str]) -> Fingerprint:
     parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
     folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
-    contents = {file.name: sha256_of(file) for pattern in READ for file in path.glob(pattern)}
+    contents = {file.name: sha256_of(file) for pattern in CONFIGS for file in path.glob(pattern)}
     named = {str(file.relative_to(folder)): name_weights(file) for pattern in weights for file in folder.glob(pattern)}
     return {f"{name}/{file}": value for file, value in sorted((contents | named).items())}
 

@@ -30,10 +30,11 @@ FIELDS = {"nll_per_token": "nll", "perplexity": "nll", "kl_mean": "kl", "top1_ag
 
 @dataclass(frozen=True)
 class Race:
-    """What stops a job: the choice that its sweep makes at the end."""
+    """Decides whether a job of a sweep stops."""
 
     sweep: Sweep
     selection: Selection
+    """By which the sweep chooses a job at its end."""
     seed: int
     """Of the order of the windows, and of the intervals."""
 
