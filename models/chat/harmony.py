@@ -1,0 +1,62 @@
+"""Read answers in the harmony format of gpt-oss: messages whose headers name a channel and a recipient.
+
+Source: github.com/openai/harmony, docs/format.md.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+from models.chat.calls import MAX_NAME, CallReader
+from models.chat.stream import Reading, TextStream
+from models.chat.values import Malformed
+
+if TYPE_CHECKING:
+    from models.chat.reader import PartWriter
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+def read_harmony(stream: TextStream, writer: "PartWriter", calls: CallReader | None) -> Reading[None]:
+    """Read messages until the answer ends. The channel `analysis` is reasoning, a recipient is a tool."""
+    has_header = True
+    while True:
+        header: list[str] = []
+        if has_header and (yield from _begins_header(stream)):
+            end = yield from stream.until((MESSAGE,), header.append, MAX_NAME)
+            if not end:
+                writer.content("".join(header))
+        recipient = RECIPIENT.search("".join(header))
+        is_analysis = "analysis" in "".join(header) and not recipient
+        if recipient and calls and (yield from _read_call(stream, calls, recipient[1])):
+            sink = _drop
+        else:
+            sink = writer.reasoning if is_analysis else writer.content
+        end = yield from stream.until(ENDS, sink)
+        writer.begin_part()
+        has_header = True
+        if not end:
+            return
+
+
+def _begins_header(stream: TextStream) -> Reading[bool]:
+    """Return whether a header comes next, and not text without one."""
+    for literal in (CHANNEL, START, "assistant", " to=", "to=", MESSAGE):
+        if (yield from stream.comes(literal)):
+            return True
+    return False
+
+
+def _read_call(stream: TextStream, calls: CallReader, name: str) -> Reading[bool]:
+    """Read the arguments of a call. Return False if no tool has the name: the message is text then."""
+    try:
+        calls.start(name)
+    except Malformed:
+        return False
+    yield from calls.read_json_arguments()
+    return True
+
+
+def _drop(text: str) -> None:
+    """Ignore text between the arguments and the end of the message."""

@@ -1,0 +1,201 @@
+"""Read a model's answer while it arrives: content, reasoning and tool calls, by the description of its chat format.
+
+A call's name is passed on once it is complete and one of the offered tools. Then the arguments follow in pieces, and
+their sum does not depend on how the answer is cut. Nothing that was passed on is taken back.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from models.chat.calls import CallReader, Tools
+from models.chat.description import Body, ChatFormat
+from models.chat.harmony import read_harmony
+from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
+from models.chat.stream import SPACE, Reading, TextStream
+
+
+class AnswerReader:
+    """Reads one answer."""
+
+    def __init__(self, form: ChatFormat, tools: Tools | None = None, begun: str = "", dropped: Iterable[str] = ()):
+        """`begun`: the literal with which the prompt begins the answer, for example the opening of the reasoning.
+
+        `dropped`: special tokens to remove from the text, if the tokenizer has not removed them. Without tools, calls
+        are content.
+        """
+        self._form = form if tools else replace(form, calls=None)
+        self._stream = TextStream()
+        self._writer = PartWriter(is_trimmed=form.answer is not None and form.answer.open.isspace())
+        self._calls = CallReader(self._form.calls, tools, self._stream, self._writer) if tools and form.calls else None
+        self._dropped = SpecialTokens(dropped)
+        self._reading: Reading[None] | None = self._read_answer()
+        self._stream.add(begun)
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the text ended, or went astray, within the arguments of a call."""
+        return self._calls is not None and self._calls.has_cut_call
+
+    def read(self, text: str) -> list[Part]:
+        """Return the parts that are certain after the next piece of text."""
+        self._stream.add(self._dropped.read(text))
+        return self._advance()
+
+    def end(self, is_cut: bool = False) -> list[Part]:
+        """Return the remaining parts at the end of the answer. `is_cut`: the answer reached its length limit."""
+        self._stream.add(self._dropped.end())
+        self._stream.is_complete = True
+        if self._calls is not None:
+            self._calls.is_cut = is_cut
+        self._advance()
+        self._writer.end()
+        return self._writer.take()
+
+    def _advance(self) -> list[Part]:
+        if self._reading is not None:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._reading = None
+        return self._writer.take() if not self._stream.is_complete else []
+
+    def _read_answer(self) -> Reading[None]:
+        """Read text, reasoning and calls in turn until the answer ends."""
+        if self._form.calls and self._form.calls.body is Body.harmony:
+            yield from read_harmony(self._stream, self._writer, self._calls)
+            return
+        reasoning, answer = self._form.reasoning, self._form.answer
+        if reasoning and not reasoning.open:
+            yield from self._read_reasoning()
+        openings = self._openings()
+        is_beginning = True
+        while True:
+            if self._calls and is_beginning:
+                is_beginning = False
+                if (yield from self._calls.read_bare()):
+                    self._writer.begin_part()
+                    continue
+            opening = yield from self._stream.until(openings, self._writer.content)
+            if not opening:
+                return
+            if reasoning and opening == reasoning.open.strip():
+                self._writer.begin_part()
+                yield from self._read_reasoning()
+                is_beginning = True
+            elif answer and opening in (answer.open, answer.close, *(text.strip() for text in answer)):
+                self._writer.begin_part()
+                is_beginning = opening == answer.open.strip()
+            elif self._calls and (yield from self._calls.read(opening, self._writer.content)):
+                self._writer.begin_part()
+
+    def _openings(self) -> tuple[str, ...]:
+        spans = [span for span in (self._form.reasoning, self._form.answer) if span]
+        texts = [span.open.strip() for span in spans]
+        if self._form.answer:
+            texts.append(self._form.answer.close.strip())
+        if self._calls:
+            texts += self._calls.openings
+        return tuple(dict.fromkeys(filter(None, texts)))
+
+    def _read_reasoning(self) -> Reading[None]:
+        """Read reasoning up to its closing literal, or up to a call. A call's literal counts at a line's beginning."""
+        assert self._form.reasoning
+        close = self._form.reasoning.close.strip()
+        openings = self._calls.openings if self._calls else ()
+        while literal := (yield from self._stream.until((close, *openings), self._writer.reasoning)):
+            if literal == close:
+                break
+            assert self._calls
+            if not self._writer.at_line_start:
+                self._writer.reasoning(literal)
+            elif (yield from self._calls.read(literal, self._writer.reasoning)):
+                break
+        self._writer.begin_part()
+
+
+class PartWriter:
+    """Collects parts. White space around content and reasoning is dropped where another part begins."""
+
+    def __init__(self, is_trimmed: bool) -> None:
+        """`is_trimmed`: white space at the beginning of every answer is dropped."""
+        self._parts: list[Part] = []
+        self._space = ""
+        self._drops_space = is_trimmed
+        self._last: type[Content] | type[Reasoning] | None = None
+
+    @property
+    def at_line_start(self) -> bool:
+        return self._drops_space or self._space.endswith("\n") or self._last is None
+
+    def take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def content(self, text: str) -> None:
+        self._add(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add(Reasoning, text)
+
+    def begin_part(self) -> None:
+        """Drop the white space before and behind this place."""
+        self._space, self._drops_space = "", True
+
+    def begin_call(self, name: str, id: str | None) -> None:
+        self.begin_part()
+        self._parts.append(CallStart(name, id))
+
+    def arguments(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, CallArguments):
+            self._parts[-1] = CallArguments(last.text + text)
+        elif text:
+            self._parts.append(CallArguments(text))
+
+    def end(self) -> None:
+        """Add the white space at the end of content."""
+        if self._last is Content and self._space and not self._drops_space:
+            self._append(Content, self._space)
+        self._space = ""
+
+    def _add(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        """Add text. White space at its end waits for the next text."""
+        text = self._space + text
+        if self._drops_space:
+            text = text.lstrip(SPACE)
+        stripped = text.rstrip(SPACE)
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._drops_space = False
+            self._append(kind, stripped)
+
+    def _append(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        self._last = kind
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, kind):
+            self._parts[-1] = kind(last.text + text)
+        else:
+            self._parts.append(kind(text))
+
+
+class SpecialTokens:
+    """Removes the texts of special tokens from a text in pieces."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = tuple(texts)
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self._texts, key=len, reverse=True))) or "(?!)")
+        self._longest = max(map(len, self._texts), default=1) - 1
+        self._held = ""
+
+    def read(self, text: str) -> str:
+        """Return the text that is certain. An end that may begin a special token is held."""
+        text = self._pattern.sub("", self._held + text)
+        sizes = range(min(self._longest, len(text)), 0, -1)
+        held = next((size for size in sizes if any(token.startswith(text[-size:]) for token in self._texts)), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self) -> str:
+        held, self._held = self._held, ""
+        return held
