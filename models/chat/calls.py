@@ -23,6 +23,7 @@ from models.chat.values import (
 if TYPE_CHECKING:
     from models.chat.reader import PartWriter
 
+FENCE = "```"
 MAX_NAME = 300
 """Most characters of the text before the arguments."""
 NAME = re.compile(r"[\w.-]+")
@@ -54,8 +55,8 @@ class CallReader:
         self._name, self._arguments = "", ""
         self._call_open = literals(form.call.open)
         self._call_close = literals(form.call.close)
-        self._section_open = literals(form.section.open)
-        self._section_close = [text for span in (form.section, *form.aliases) for text in literals(span.close)]
+        self._section_open = self._around_list(form.section.open)
+        self._section_close = [text for span in (form.section, *form.aliases) for text in self._around_list(span.close)]
         self._is_bare = not form.opening.strip()
         self.is_cut = False
         """Whether the answer reached its length limit."""
@@ -65,8 +66,8 @@ class CallReader:
     @property
     def openings(self) -> tuple[str, ...]:
         """The literals at which calls begin."""
-        spans = [self._form.section if self._form.section.open else self._form.call, *self._form.aliases]
-        texts = [literals(span.open)[0] for span in spans if literals(span.open)]
+        first = self._section_open[:1] or self._call_open[:1]
+        texts = first + [text for span in self._form.aliases for text in self._around_list(span.open)[:1]]
         return (*texts, AT_LINE_START) if self._is_bare and self._form.body is Body.object else tuple(texts)
 
     def read(self, opening: str, text_sink: Sink) -> Reading[bool]:
@@ -160,14 +161,14 @@ class CallReader:
         while True:
             yield from stream.skip()
             char = yield from stream.peek()
+            if (yield from self._take_any([*self._section_open, form.separator.strip()])):
+                continue
             if not char or (yield from self._take_any(self._section_close)):
                 return
             if (yield from self._take_any(self._call_close)):
                 is_open = False
             elif literal := (yield from self._take_any(self._call_open)):
                 is_open = literal == self._call_open[-1]
-            elif (yield from self._take_any([*self._section_open, form.separator.strip()])):
-                continue
             elif form.body in LISTED and char in "[],;" and (char != "[" or self._num_started == num_before):
                 stream.position += 1
                 in_list = char == "[" or (in_list and char != "]")
@@ -182,6 +183,10 @@ class CallReader:
                 raise Malformed
             else:
                 return
+
+    def _around_list(self, text: str) -> list[str]:
+        """Return the lines of a literal around all calls, without the bracket of a list."""
+        return literals(text.strip().removesuffix("[").removeprefix("]") if self._form.body in LISTED else text)
 
     def _take_any(self, texts: list[str]) -> Reading[str]:
         """Read the first of the texts that comes next, and return it; "" if none does."""
@@ -225,7 +230,7 @@ class CallReader:
             elif key in (keys.id, "id", "type", "name"):
                 value: list[str] = []
                 yield from read_json_value(stream, value.append)
-                id = json.loads("".join(value)) if key == keys.id and is_json("".join(value)) else id
+                id = self._object_id("".join(value)) if key == keys.id else id
             else:
                 raise Malformed
         if not is_started:
@@ -233,6 +238,11 @@ class CallReader:
                 raise Malformed
             self.start(name, id)
             self._pass("{}")
+
+    def _object_id(self, value: str) -> str | None:
+        """Return the id in an object. None for a number that the model counts within an answer."""
+        id = json.loads(value) if is_json(value) else None
+        return id if isinstance(id, str) and not self._form.id_form else None
 
     def _read_key(self) -> Reading[str]:
         """Read a key and its colon, up to the value."""

@@ -130,7 +130,8 @@ def read_description(value: Any, where: str) -> ChatFormat:
 
     Spans, keys and tags are lists. Raises UserError for an unknown field and for a wrong value, naming it by `where`.
     """
-    return _read(ChatFormat, value, where)
+    form: ChatFormat = _read(ChatFormat, value, where)
+    return form
 
 
 def _read(kind: type, value: Any, where: str) -> Any:
@@ -148,7 +149,7 @@ def _field(hint: Any, value: Any, where: str) -> Any:
     if hint == tuple[Span, ...]:
         return tuple(_field(Span, item, f"{where}[{i}]") for i, item in enumerate(_list(value, where)))
     kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not NoneType]
-    kind = str if hint == tuple[str, ...] else kinds[0]
+    kind: Any = str if hint == tuple[str, ...] else kinds[0]
     if value is None and kinds != [hint]:
         return None
     if kind is CallFormat:

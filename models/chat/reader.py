@@ -27,7 +27,8 @@ class AnswerReader:
         self._form = form if tools else replace(form, calls=None)
         self._stream = TextStream()
         self._writer = PartWriter(is_trimmed=form.answer is not None and form.answer.open.isspace())
-        self._calls = CallReader(self._form.calls, tools, self._stream, self._writer) if tools and form.calls else None
+        calls = form.calls if tools else None
+        self._calls = CallReader(calls, tools, self._stream, self._writer) if tools and calls else None
         self._dropped = SpecialTokens(dropped)
         self._reading: Reading[None] | None = self._read_answer()
         self._stream.add(begun)

@@ -146,8 +146,10 @@ def literal_value(node: ast.AST, depth: int = 0) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [literal_value(item, depth + 1) for item in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(key) if key else _refuse("**") for key in node.keys]
-        return {key: literal_value(value, depth + 1) for key, value in zip(keys, node.values, strict=True)}
+        if None in node.keys:  # **mapping
+            raise Malformed
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): literal_value(value, depth + 1) for key, value in pairs if key}
     return ast.literal_eval(node)
 
 
