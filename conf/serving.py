@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from conf.constraints import check_fields, is_set, one_of, option
 from conf.support.sizes import num_bytes
 
-FORMATS = ("auto", "none", "text", "hermes", "llama3", "mistral", "deepseek", "kimi", "chatglm3", "glm4")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ADDRESS = (bool, "an address, such as 127.0.0.1")
 
@@ -50,10 +49,11 @@ class ServeConfig:
     max_connections: int = option(1000, minimum=1)
     chat_template: str = option("auto", form=(bool, "auto, none or a Jinja file"))
     """As in predict."""
-    response_template: str = option("auto", choices=FORMATS)
-    """How responses mark reasoning and tool calls.
+    response_template: str = option("auto", form=(bool, "auto, the name of a chat format, or a YAML file"))
+    """How answers mark reasoning and tool calls: the chat format.
 
-    auto: by the model's family; none: all text is content; or the name of a format.
+    auto: by the chat template and the vocabulary; none: all text is content; the name of an entry of
+    models/chat/formats.yaml; or a YAML file with a description like the ones there.
     """
     batches: str | None = None
     """Folder of /v1/files and /v1/batches; batches continue after a restart. null: these routes are disabled."""

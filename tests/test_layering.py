@@ -73,6 +73,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "rich": ("pipelines.jobs.report",),
     "yaml": (
         "conf.compose",
+        "models.chat.entries",
         "models.formats.mindspore.config",
         "pipelines.jobs.tracker",
         "pipelines.loading.format_plan",

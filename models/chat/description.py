@@ -109,6 +109,12 @@ class ChatFormat:
     """Texts of tokens that end an answer, besides EOS."""
 
     @property
+    def beginnings(self) -> list[str]:
+        """The literals with which a prompt may begin the answer."""
+        texts = [self.reasoning.open if self.reasoning else "", self.calls.call.open if self.calls else ""]
+        return [text for text in texts if text.strip()]
+
+    @property
     def literals(self) -> list[str]:
         """The literals that must stay in the text of an answer, without outer white space."""
         spans = [span for span in (self.reasoning, self.answer) if span]

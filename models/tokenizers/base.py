@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from conf.errors import UserError
-from models.tokenizers.answers import find_format
 from models.tokenizers.control_tokens import ControlTokens
 from models.tokenizers.template_process import TemplateProcess
 
@@ -58,6 +57,8 @@ class Tokenizer(ABC):
     """Names of the checkpoint's chat templates."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
     """Texts of bos_token, eos_token and so on, for templates that use these names."""
+    coded_chat_format: str | None = None
+    """Name in `models.chat.entries` of the format that code, and no template, writes."""
     is_nfc: bool = False
     """Whether texts are normalised to NFC before tokenization."""
 
@@ -178,13 +179,10 @@ class Tokenizer(ABC):
         if (least := self.least_tokens(text)) > max_tokens:
             raise TooLong(least)
 
-    def answer_format(self, template: str | None) -> str:
-        """Return the name of the answers' format in `models.tokenizers.answers.FORMATS`.
-
-        `template`: as in encode_messages.
-        """
-        templates = template or f"{self.chat_template or ''}{self.tool_template or ''}"
-        return find_format(templates, self._control_names)
+    @property
+    def control_texts(self) -> list[str]:
+        """Texts that `encode` recognises as tokens."""
+        return list(self._control_names)
 
     @property
     def special_texts(self) -> list[str]:

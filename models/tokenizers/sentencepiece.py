@@ -279,6 +279,7 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
         self.add_tokens({**self.added_tokens, **{id: _special(name) for name, id in self._ids.items()}})
         self._prefix = [self._ids["[gMASK]"], self._ids["sop"]]
         self._has_roles = has_roles
+        self.coded_chat_format = "chatglm3" if has_roles else None
         if has_roles:
             self.turn_end_ids = (self._ids["<|user|>"], self._ids["<|observation|>"])
 
@@ -299,9 +300,6 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
             ids.append(self._ids[f"<|{message['role']}|>"])
             ids += self._encode_pieces(f"{message.get('metadata', '')}\n") + self._encode_pieces(message["content"])
         return [*ids, self._ids["<|assistant|>"]]
-
-    def answer_format(self, template: str | None) -> str:
-        return "chatglm3" if self._has_roles and template is None else super().answer_format(template)
 
     def _with_tools(self, messages: list[Message], tools: list[Tool]) -> list[Message]:
         return chatglm3_messages(messages, tools) if self._has_roles else super()._with_tools(messages, tools)

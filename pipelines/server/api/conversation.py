@@ -7,25 +7,29 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from conf.errors import UserError
 from conf.schema import ModelConfig
 from conf.serving import ServeConfig
+from models.chat.calls import Tools
+from models.chat.description import ChatFormat
+from models.chat.reader import AnswerReader
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
-from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
+from pipelines.server.api.chat_format import ServedFormat, served_format
 from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.message_reader import CallIds, MessageReader
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.server.api.settings import guide_of
-from pipelines.server.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
+from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
 LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
-CALL_ID_LENGTH = 9  # Mistral's templates require it
 
 T = TypeVar("T")
 
@@ -38,53 +42,26 @@ class ChatPrompt:
         text: str,
         token_ids: list[int],
         settings: dict[str, Any],
-        form: AnswerFormat,
-        tool_names: list[str],
-        reasons: bool,
+        form: ChatFormat,
+        tools: Tools | None,
+        begun: str,
         dropped: list[str],
+        num_calls: int,
     ) -> None:
-        """`reasons`: whether the prompt ends where reasoning begins. `dropped`: see AnswerReader."""
-        self._dropped = dropped
+        """`begun` and `dropped`: see AnswerReader. `num_calls`: number of calls in the conversation."""
         self.text = text
         self.token_ids = token_ids
         self.settings = settings
         """DecodeConfig settings that the tools and the reasoning require."""
-        self._form, self._tool_names, self._reasons = form, tool_names, reasons
+        self._form, self._tools, self._begun, self._dropped = form, tools, begun, dropped
+        self._num_calls = num_calls
         self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
         self._samples = itertools.count()
 
-    def reader(self) -> "MessageReader":
+    def reader(self) -> MessageReader:
         """Return a parser for the answer of the next sample."""
-        reader = AnswerReader(self._form, self._tool_names, self._reasons, self._dropped)
-        return MessageReader(reader, f"{self._digest} {next(self._samples)}")
-
-
-class MessageReader:
-    """Splits the text of an answer into message deltas: content, reasoning_content and tool_calls."""
-
-    def __init__(self, reader: AnswerReader, call_seed: str) -> None:
-        """`call_seed`: source of the call ids. Repeated requests get the same ids."""
-        self._reader = reader
-        self._call_seed = call_seed
-        self._num_calls = 0
-
-    def read(self, text: str) -> list[dict[str, Any]]:
-        """Return the deltas that the next piece of text completes."""
-        return [self._delta(part) for part in self._reader.read(text)]
-
-    def end(self) -> list[dict[str, Any]]:
-        """Return the remaining deltas at the end of the answer."""
-        return [self._delta(part) for part in self._reader.end()]
-
-    def _delta(self, part: Part) -> dict[str, Any]:
-        if isinstance(part, Content):
-            return {"content": part.text}
-        if isinstance(part, Reasoning):
-            return {"reasoning_content": part.text}
-        index, self._num_calls = self._num_calls, self._num_calls + 1
-        digest = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"tool_calls": [{"index": index, "id": part.id or digest, "type": "function", "function": function}]}
+        reader = AnswerReader(self._form, self._tools, self._begun, self._dropped)
+        return MessageReader(reader, CallIds(self._form, f"{self._digest} {next(self._samples)}", self._num_calls))
 
 
 class Chat:
@@ -95,8 +72,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
-        detected_format = tokenizer.answer_format(self._template) if tokenizer else "text"
-        self._form = detected_format if config.response_template == "auto" else config.response_template
+        self.format: ServedFormat = served_format(tokenizer, self._template, config.response_template)
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -145,19 +121,21 @@ class Chat:
         # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
-        form = FORMATS[self._form]
-        reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
-        names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
-        if names and not form.calls:
-            message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
-            raise bad_request(message, "tools")
-        settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
-        # Special tokens that mark calls stay in the text. All other special tokens, such as EOS, are dropped.
-        special_texts = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
-        dropped = [
-            text for text in special_texts if not any(text in literal for literal in form.literals + [*CALL_TOKENS])
-        ]
-        return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
+        offered = tools if request.tool_choice != "none" else []
+        if offered and not self.format.form.calls:
+            message = f"this model's calls of tools cannot be read ({self.format.reason})"
+            raise bad_request(f"{message}: leave tools out, or give tool_choice=none", "tools")
+        form = self.format.form if offered else replace(self.format.form, calls=None)
+        begun = next((literal for literal in form.beginnings if text.rstrip().endswith(literal.strip())), "")
+        num_calls = sum(len(getattr(message, "tool_calls", None) or []) for message in request.messages)
+        settings = self._settings(request, offered, form, begun, num_calls)
+        # Special tokens of the format stay in the text. All others, such as EOS, are dropped.
+        special_texts = [] if request.skip_special_tokens is False else self.tokenizer.special_texts
+        dropped = [text for text in special_texts if not any(text in literal for literal in form.literals)]
+        max_calls = 1 if request.parallel_tool_calls is False else None
+        parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
+        callable_tools = Tools(parameters, max_calls) if offered else None
+        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, num_calls)
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
@@ -196,35 +174,31 @@ class Chat:
         calls = []
         for call in message["tool_calls"]:
             text = call["function"]["arguments"] or "{}"
-            arguments = text if self._form == "deepseek" else _arguments(text)
+            arguments = text if self.format.name == "deepseek" else _arguments(text)
             calls.append(call | {"function": call["function"] | {"arguments": arguments}})
         return message | {"tool_calls": calls}
 
-    def _settings(self, request: ChatRequest, tools: list[Tool], form: AnswerFormat, reasons: bool) -> dict[str, Any]:
+    def _settings(
+        self, request: ChatRequest, tools: list[Tool], form: ChatFormat, begun: str, num_calls: int
+    ) -> dict[str, Any]:
+        """Return the settings of the decoder that the answer's format needs. `tools`: the tools that may be called."""
         assert self.tokenizer
         settings: dict[str, Any] = {}
-        special = {text: id for text in form.literals if (id := self.tokenizer.special_token_id(text)) is not None}
-        if special and (tools or reasons):
-            if request.skip_special_tokens:
-                remedy = "the model's calls and reasoning are marked by such tokens: leave it out"
-                raise bad_request(f"skip_special_tokens=true is not allowed here: {remedy}", "skip_special_tokens")
+        if any(special in literal for special in self.tokenizer.special_texts for literal in form.literals):
             settings["skip_special_tokens"] = False
-        choice = request.tool_choice
+        stops = [id for text in form.stops if (id := self.tokenizer.special_token_id(text)) is not None]
+        if stops and tools:
+            settings["stop_token_ids"] = sorted({*stops, *(request.stop_token_ids or [])})
+        choice, guide = request.tool_choice, guide_of(request)
         is_required = choice == "required" or isinstance(choice, NamedTool)
-        is_strict = any(tool["function"].get("strict") for tool in tools)
-        is_parallel = request.parallel_tool_calls is not False
-        guide = guide_of(request)
-        if tools and (is_required or is_strict or not is_parallel):
-            if guide:
-                raise bad_request(
-                    "the answer's form is given twice: leave out response_format, or tool_choice and strict", "tools"
-                )
+        literal = Literals(self.tokenizer, form.literals)
+        if tools and (guide or is_required or any(tool["function"].get("strict") for tool in tools)):
             named = choice.function.name if isinstance(choice, NamedTool) else None
             allowed = {i: tool for i, tool in enumerate(tools) if named in (None, tool["function"]["name"])}
-            literal = Literals(self.tokenizer)
-            settings["guide"] = tool_guide(self._form, allowed, literal, is_required, is_parallel, reasons)
-        elif guide and reasons:
-            settings["guide"] = after_reasoning(guide)
+            is_parallel = request.parallel_tool_calls is not False
+            settings["guide"] = tool_guide(form, allowed, literal, is_required, is_parallel, begun, guide, num_calls)
+        elif guide and begun:
+            settings["guide"] = after_reasoning(guide, form, literal, begun)
         return settings
 
 

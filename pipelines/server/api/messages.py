@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
+from pydantic_core import from_json
 
 from pipelines.server.api.answers import ChoiceText, Event
 from pipelines.server.api.errors import ANTHROPIC, SCHEMA_OF_TOOL, ApiError, bad_request
@@ -255,7 +256,7 @@ class MessageWriter:
         if text := message["content"]:
             content.append(BLOCKS["content"] | {"text": text})
         content += [
-            _tool_use(call) | {"input": json.loads(call["function"]["arguments"])}
+            _tool_use(call) | {"input": _input(call["function"]["arguments"])}
             for call in message.get("tool_calls", [])
         ]
         return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
@@ -296,9 +297,11 @@ class MessageWriter:
                 kind = "thinking" if field == "reasoning_content" else "text"
                 yield self._delta({"type": f"{kind}_delta", kind: text})
         for call in delta.get("tool_calls", []):
-            yield from self._close()
-            yield self._begin("tool_calls", _tool_use(call) | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+            if "id" in call:
+                yield from self._close()
+                yield self._begin("tool_calls", _tool_use(call) | {"input": {}})
+            if text := call["function"]["arguments"]:
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _begin(self, field: str, block: dict[str, Any]) -> Event:
         self._open = field
@@ -320,6 +323,15 @@ def _event(name: str, **fields: Any) -> Event:
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object. Of arguments that were cut, the part that is complete."""
+    try:
+        value = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:

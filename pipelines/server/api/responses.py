@@ -296,7 +296,7 @@ class ResponseWriter:
                 more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
                 events.append(self._event(f"response.{part}.delta", **self._at(), delta=text, **more))
         for call in piece.get("tool_calls", []):
-            events += self._close("completed") + self._called(call)
+            events += self._call_piece(call)
         return events
 
     def _at(self) -> dict[str, Any]:
@@ -315,39 +315,41 @@ class ResponseWriter:
         return [added, self._event("response.content_part.added", **self._at(), part=dict(part))]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
+        """End the open item."""
         if not self._is_open:
             return []
         self._is_open = False
         item = self._output[-1]
         item["status"] = status
-        part = item["content"][0]
-        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        return [
-            self._event(f"response.{part['type']}.done", **self._at(), text=part["text"], **more),
-            self._event("response.content_part.done", **self._at(), part=part),
-            self._event("response.output_item.done", output_index=len(self._output) - 1, item=item),
-        ]
+        if item["type"] == "function_call":
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._event("response.function_call_arguments.done", **self._call_at(), **fields)]
+        else:
+            part = item["content"][0]
+            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            events = [
+                self._event(f"response.{part['type']}.done", **self._at(), text=part["text"], **more),
+                self._event("response.content_part.done", **self._at(), part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
 
-    def _called(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add a tool call. Its arguments are complete."""
-        index, function = len(self._output), call["function"]
-        item = {
-            "type": "function_call",
-            "id": f"fc_{self._id}_{index}",
-            "call_id": call["id"],
-            "name": function["name"],
-        }
-        completed_item = {**item, "arguments": function["arguments"], "status": "completed"}
-        self._output.append(completed_item)
-        location = {"item_id": item["id"], "output_index": index}
-        started_item = {**item, "arguments": "", "status": "in_progress"}
-        call_fields = {"name": item["name"], "arguments": completed_item["arguments"]}
-        return [
-            self._event("response.output_item.added", output_index=index, item=started_item),
-            self._event("response.function_call_arguments.delta", **location, delta=completed_item["arguments"]),
-            self._event("response.function_call_arguments.done", **location, **call_fields),
-            self._event("response.output_item.done", output_index=index, item=completed_item),
-        ]
+    def _call_piece(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Add the beginning of a call, or a piece of its arguments."""
+        events, text = list[dict[str, Any]](), call["function"]["arguments"]
+        if "id" in call:
+            events += self._close("completed")
+            index, self._is_open = len(self._output), True
+            item = {"type": "function_call", "id": f"fc_{self._id}_{index}", "call_id": call["id"]}
+            item |= {"name": call["function"]["name"], "arguments": "", "status": "in_progress"}
+            self._output.append(item)
+            events.append(self._event("response.output_item.added", output_index=index, item=dict(item)))
+        if text:
+            self._output[-1]["arguments"] += text
+            events.append(self._event("response.function_call_arguments.delta", **self._call_at(), delta=text))
+        return events
+
+    def _call_at(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
 
 def _named(events: list[dict[str, Any]]) -> list[Event]:

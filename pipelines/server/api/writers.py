@@ -16,9 +16,9 @@ from pipelines.server.api.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
-from pipelines.server.api.conversation import MessageReader
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
+from pipelines.server.api.message_reader import MessageReader, add_delta
 from pipelines.server.api.requests import ChatRequest, CompletionRequest
 
 
@@ -88,7 +88,7 @@ class ChatWriter:
         if bodies:
             bodies[-1] = self._chunk(index, pieces[-1], remaining)
         if remaining.finish_reason is not None:
-            bodies.append(self._chunk(index, {}, None) | _ending(remaining, self._has_tool_calls[index]))
+            bodies.append(self._chunk(index, {}, None) | self._ending(index, remaining))
         return [self.generation.event([body]) for body in bodies]
 
     def usage_chunk(self) -> list[Event]:
@@ -109,11 +109,7 @@ class ChatWriter:
     def _choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         for piece in self._pieces(index, choice):
-            for name, value in piece.items():
-                if isinstance(value, list):
-                    message.setdefault(name, []).extend(value)
-                else:
-                    message[name] = (message.get(name) or "") + value
+            add_delta(message, piece)
         if not self._has_tool_calls[index]:
             message["content"] = message["content"] or ""
         for call in message.get("tool_calls", []):
@@ -121,7 +117,12 @@ class ChatWriter:
         body = {"index": index, "message": message, "logprobs": self._logprobs(choice.logprobs)}
         if self._request.return_token_ids:
             body["token_ids"] = choice.token_ids
-        return body | _ending(choice, self._has_tool_calls[index])
+        return body | self._ending(index, choice)
+
+    def _ending(self, index: int, choice: ChoiceText) -> dict[str, Any]:
+        """Return the finish and stop reasons. An answer that ends within a call's arguments counts as too long."""
+        ending = _ending(choice, self._has_tool_calls[index])
+        return ending | ({"finish_reason": "length"} if self._readers[index].has_cut_call else {})
 
     def _chunk(self, index: int, piece: dict[str, Any], choice: ChoiceText | None) -> dict[str, Any]:
         logprobs = self._logprobs(choice.logprobs) if choice and choice.logprobs else None
@@ -135,7 +136,7 @@ class ChatWriter:
         self._token_ids[index] += choice.token_ids
         pieces = reader.read(choice.text)
         if choice.finish_reason is not None:
-            pieces = pieces + reader.end()
+            pieces = pieces + reader.end(choice.finish_reason == "length")
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
         self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
         return pieces
