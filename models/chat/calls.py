@@ -281,11 +281,14 @@ class CallReader:
                 self._stream.position -= 1
                 self._complete((yield from read_gemma_object(self._stream, self._form.quote, self._pass)))
             case Body.chatglm3:
-                yield from self._start_named(["\n"])
+                header: list[str] = []
+                yield from self._stream.until(("\n",), header.append, MAX_NAME)
                 for literal in (f"{FENCE}python", "tool_call"):
                     yield from self._stream.skip()
                     yield from self._stream.take(literal)
-                self._pass((yield from read_python_arguments(self._stream)))
+                arguments = yield from read_python_arguments(self._stream)
+                self.start("".join(header).strip())
+                self._pass(arguments)
                 yield from self._stream.skip()
                 yield from self._stream.take(FENCE)
             case _:

@@ -20,10 +20,9 @@ RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 def read_harmony(stream: TextStream, writer: "PartWriter", calls: CallReader | None) -> Reading[None]:
     """Read messages until the answer ends. The channel `analysis` is reasoning, a recipient is a tool."""
-    has_header = True
     while True:
         header: list[str] = []
-        if has_header and (yield from _begins_header(stream)):
+        if (yield from _begins_header(stream)):
             end = yield from stream.until((MESSAGE,), header.append, MAX_NAME)
             if not end:
                 writer.content("".join(header))
@@ -34,10 +33,9 @@ def read_harmony(stream: TextStream, writer: "PartWriter", calls: CallReader | N
         else:
             sink = writer.reasoning if is_analysis else writer.content
         end = yield from stream.until(ENDS, sink)
-        writer.begin_part()
-        has_header = True
         if not end:
             return
+        writer.begin_part()
 
 
 def _begins_header(stream: TextStream) -> Reading[bool]:

@@ -156,7 +156,7 @@ class PartWriter:
 
     def end(self) -> None:
         """Add the white space at the end of content."""
-        if self._last is Content and self._space and not self._drops_space:
+        if self._last is not Reasoning and self._space and not self._drops_space:
             self._append(Content, self._space)
         self._space = ""
 
