@@ -57,7 +57,7 @@ class CallReader:
         self._call_close = literals(form.call.close)
         self._section_open = self._around_list(form.section.open)
         self._section_close = [text for span in (form.section, *form.aliases) for text in self._around_list(span.close)]
-        self._is_bare = not form.opening.strip()
+        self._is_bare = form.is_bare or not form.opening.strip()
         self.is_cut = False
         """Whether the answer reached its length limit."""
         self.has_cut_call = False
@@ -355,14 +355,19 @@ class CallReader:
     def _read_tagged_argument(self, keys: set[str]) -> Reading[None]:
         tag, stream = self._form.tag, self._stream
         text: list[str] = []
-        ends = tuple(end.strip() for end in (tag.key_close, tag.is_string) if end)
+        first, *others = literals(tag.key_close)
+        ends = (first, tag.is_string.strip()) if tag.is_string else (first,)
         end = yield from stream.until(ends, text.append, MAX_NAME)
         key = "".join(text).strip()
         if not end:
             if not stream.is_complete:
                 raise Malformed
             return
-        yield from self._skip_line_break(tag.key_close)
+        for literal in others:
+            yield from stream.skip()
+            yield from stream.take(literal)
+        if tag.key_close.endswith("\n"):
+            yield from stream.take("\n")
         if tag.is_string is None:
             is_text = is_string(self._tools.parameters[self._name], key)
         else:
@@ -387,11 +392,6 @@ class CallReader:
         if literal or not self.is_cut:
             value.end(bool(literal))
             sink('"' if is_text else json_of_literal(value.text))
-
-    def _skip_line_break(self, literal: str) -> Reading[None]:
-        """Read the line break with which a literal ends, if the model writes it."""
-        if literal.endswith("\n"):
-            yield from self._stream.take("\n")
 
 
 class Trimmed:

@@ -37,7 +37,9 @@ class Body(StrEnum):
     python = "python"
     """Python calls with keyword arguments, separately or in a list."""
     harmony = "harmony"
-    """Messages with a header that names the channel and the recipient, as gpt-oss writes them."""
+    """Messages with a header that names the channel and the recipient, as gpt-oss writes them. The arguments are a JSON
+    object, or tagged if the format has a `tag`.
+    """
     chatglm3 = "chatglm3"
     """A name, and below it a fenced Python call `tool_call(...)`."""
 
@@ -88,6 +90,8 @@ class CallFormat:
     """The id that stands in place of the name, with {name} and {index}, such as `functions.{name}:{index}`."""
     max_calls: int | None = None
     """1 if an answer has at most one call."""
+    is_bare: bool = False
+    """Whether models also begin calls without the literal `section.open`."""
     aliases: tuple[Span, ...] = ()
     """Other literals that models write instead of `section`. They are read, and never written."""
 
@@ -128,7 +132,7 @@ class ChatFormat:
         return sorted({text.strip() for text in texts if text.strip()})
 
 
-HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>")
 
 
 def read_description(value: Any, where: str) -> ChatFormat:
@@ -164,10 +168,10 @@ def _field(hint: Any, value: Any, where: str) -> Any:
         if value not in list(Body):
             raise UserError(f"{where}={shortened(repr(value))} is not allowed: give one of {', '.join(Body)}")
         return Body(value)
-    if kind is int:
-        if value != 1:
-            raise UserError(f"{where}={shortened(repr(value))} is not allowed: give 1, or leave it out")
-        return 1
+    if kind in (int, bool):
+        if type(value) is not kind or value != 1:
+            raise UserError(f"{where}={shortened(repr(value))} is not allowed: give {kind(1)}, or leave it out")
+        return value
     if hint is str:
         return _text(value, where)
     if hint == tuple[str, ...]:

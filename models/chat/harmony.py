@@ -1,6 +1,6 @@
-"""Read answers in the harmony format of gpt-oss: messages whose headers name a channel and a recipient.
+"""Read answers that consist of messages whose headers name a channel or a recipient.
 
-Source: github.com/openai/harmony, docs/format.md.
+gpt-oss writes them (github.com/openai/harmony, docs/format.md), and models whose calls are tagged in such messages.
 """
 
 import re
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from models.chat.reader import PartWriter
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>", START)
+ITSELF = "self"
+"""Recipient of reasoning in formats without channels."""
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
@@ -27,11 +29,11 @@ def read_harmony(stream: TextStream, writer: "PartWriter", calls: CallReader | N
             if not end:
                 writer.content("".join(header))
         recipient = RECIPIENT.search("".join(header))
-        is_analysis = "analysis" in "".join(header) and not recipient
+        is_reasoning = recipient[1] == ITSELF if recipient else "analysis" in "".join(header)
         if recipient and calls and (yield from _read_call(stream, calls, recipient[1])):
             sink = _drop
         else:
-            sink = writer.reasoning if is_analysis else writer.content
+            sink = writer.reasoning if is_reasoning else writer.content
         end = yield from stream.until(ENDS, sink)
         if not end:
             return
@@ -47,7 +49,11 @@ def _begins_header(stream: TextStream) -> Reading[bool]:
 
 
 def _read_call(stream: TextStream, calls: CallReader, name: str) -> Reading[bool]:
-    """Read the arguments of a call. Return False if no tool has the name: the message is text then."""
+    """Read a call. Return False if no tool has the name: the message is text then."""
+    for opening in calls.openings:
+        yield from stream.skip()
+        if (yield from stream.take(opening)):
+            return (yield from calls.read(opening, _drop))
     try:
         calls.start(name)
     except Malformed:

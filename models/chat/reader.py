@@ -86,7 +86,7 @@ class AnswerReader:
                 is_beginning = True
             elif answer and opening in (answer.open, answer.close, *(text.strip() for text in answer)):
                 self._writer.begin_part()
-                is_beginning = opening == answer.open.strip()
+                is_beginning = True
             elif self._calls and (yield from self._calls.read(opening, self._writer.content)):
                 self._writer.begin_part()
 

@@ -39,6 +39,9 @@ def _body(form: CallFormat, call: Call, index: int) -> str:
             return call.name + _gemma(call.arguments, form.quote)
         case Body.python:
             return f"{call.name}({', '.join(f'{key}={_json(value)}' for key, value in call.arguments.items())})"
+        case Body.harmony if form.tag.key_open:
+            text = form.section.open + form.call.open + _tagged_call(form, call) + form.call.close + form.section.close
+            return f" to={call.name}<|message|>{text}<|eom|>"
         case Body.harmony:
             header = f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>"
             return f"{header}{arguments}<|call|>"
@@ -46,7 +49,7 @@ def _body(form: CallFormat, call: Call, index: int) -> str:
             keywords = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
             return f"{call.name}\n```python\ntool_call({keywords})\n```"
         case Body.tagged:
-            return call.name + form.name_close + "".join(_tagged(form, *item) for item in call.arguments.items())
+            return _tagged_call(form, call)
 
 
 def _object(form: CallFormat, call: Call, index: int) -> str:
@@ -60,6 +63,10 @@ def _object(form: CallFormat, call: Call, index: int) -> str:
     if keys.id and call.id and not form.id_form:
         fields[keys.id] = call.id
     return _json(fields)
+
+
+def _tagged_call(form: CallFormat, call: Call) -> str:
+    return call.name + form.name_close + "".join(_tagged(form, *item) for item in call.arguments.items())
 
 
 def _tagged(form: CallFormat, key: str, value: Any) -> str:

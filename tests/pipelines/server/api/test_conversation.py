@@ -14,12 +14,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import ModelConfig
-from conf.serving import FORMATS as NAMES
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer
-from models.tokenizers.answers import FORMATS
 from pipelines.server.api.conversation import LONG_TEXT, Chat
 from pipelines.server.api.errors import ApiError
+from pipelines.server.api.message_reader import add_delta
 from pipelines.server.api.messages import NAMES as MESSAGES_NAMES
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
@@ -63,8 +62,7 @@ def read(chat: Chat, text: str, size: int = 1, **fields: Any) -> dict[str, Any]:
     message: dict[str, Any] = {}
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     for delta in [delta for piece in pieces for delta in reader.read(piece)] + reader.end():
-        ((name, value),) = delta.items()
-        message[name] = message[name] + value if name in message else value
+        add_delta(message, delta)
     return message
 
 
@@ -338,9 +336,8 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
         UserError, match=r"serve.chat_template=/nowhere cannot be read .*: give auto, none or a Jinja file"
     ):
         Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="/nowhere"))
-    with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed"):
-        ServeConfig(response_template="qwen")
-    assert {*FORMATS, "auto"} == set(NAMES)
+    with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed: give auto, a YAML file, or one"):
+        Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(response_template="qwen"))
 
 
 def test_short_texts_do_not_wait_for_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
