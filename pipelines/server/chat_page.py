@@ -11,6 +11,7 @@ from conf.errors import UserError
 from conf.serving import ChatConfig
 from models.tokenizers import Message
 from pipelines.server.api.errors import ApiError
+from pipelines.server.chat_turns import conversation, read_tools, shown
 from pipelines.server.endpoint import Endpoint
 from pipelines.server.hosts import HostRule
 
@@ -67,24 +68,30 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
         history: list[Any],
         model: str,
         system_prompt: str,
+        tools: str | None,
         temperature: float,
         top_p: float,
         max_tokens: float,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[list[dict[str, Any]]]:
         before = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        turns: list[Message] = [{"role": turn["role"], "content": _text(turn["content"])} for turn in history]
         settings = {**fixed, "temperature": temperature, "top_p": top_p, "max_tokens": int(max_tokens)}
+        message: Message = {}
         try:
-            async for content in endpoint.contents(
-                model, [*before, *turns, {"role": "user", "content": text}], settings
-            ):
-                yield content
+            settings |= read_tools(tools or "")
+            async for message in endpoint.answers(model, [*before, *conversation(history, text)], settings):
+                yield shown(message, is_complete=False)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from error
+        yield shown(message, is_complete=True)
 
     with gradio.Blocks(title="Quintet", analytics_enabled=False, fill_height=True) as blocks:
         model = gradio.Dropdown(endpoint.models, value=endpoint.model, label="Model", render=False)
         system_prompt = gradio.Textbox(system or "", label="System prompt", render=False)
+        tools = gradio.Code(
+            label="Tools: a JSON list as in OpenAI's API. Behind a call, your text is its result.",
+            language="json",
+            render=False,
+        )
         sliders = [
             gradio.Slider(least, most, endpoint.asked_for.get(name, begin), step=step, label=name, render=False)
             for name, (least, most, step, begin) in SLIDERS.items()
@@ -92,19 +99,12 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
         gradio.ChatInterface(
             answer,
             chatbot=gradio.Chatbot(buttons=["copy", "copy_all"], height="70vh", show_label=False),
-            additional_inputs=[model, system_prompt, *sliders],
-            additional_inputs_accordion=gradio.Accordion("Model and sampling", open=False, render=False),
+            additional_inputs=[model, system_prompt, tools, *sliders],
+            additional_inputs_accordion=gradio.Accordion("Model, tools and sampling", open=False, render=False),
             concurrency_limit=None,
             api_visibility="private",
         )
     return blocks
-
-
-def _text(content: Any) -> str:
-    """Return the text of a turn, which Gradio passes in parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
 
 
 def show_page(endpoint: Endpoint, config: ChatConfig) -> None:

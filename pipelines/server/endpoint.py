@@ -12,6 +12,7 @@ from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, list_known_names, shortened
 from models.tokenizers import Message
 from pipelines.jobs.interrupt import Interruption
+from pipelines.server.api.message_reader import add_delta
 
 FIELDS = {
     "max_new_tokens": "max_tokens",
@@ -29,6 +30,8 @@ FIELDS = {
 """Decode settings that servers accept, and their request fields. top_k, min_p and repetition_penalty are extensions of
 vLLM, which our server also accepts.
 """
+PIECES = ("content", "reasoning_content", "tool_calls")
+"""Fields of a delta that the page shows."""
 DATA = "data:"
 CONNECT_S = 10.0
 END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a CR at the end may be half of CRLF
@@ -91,12 +94,12 @@ class Endpoint:
             deltas.check()
         return content
 
-    async def contents(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield the whole answer so far after each delta.
+    async def answers(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[Message]:
+        """Yield the whole answer so far after each delta: content, reasoning_content and tool_calls.
 
         Closing the iterator ends the request. `settings`: request fields.
         """
-        body, content = self._body(model, messages, settings), ""
+        body, answer = self._body(model, messages, settings), dict[str, Any]()
         with self._explained():
             async with (
                 self._httpx.AsyncClient(**self._connection) as client,
@@ -108,9 +111,10 @@ class Endpoint:
                 deltas, lines = Deltas(), EventLines()
                 async for part in response.aiter_bytes():
                     for delta in deltas.read(lines.feed(part)):
-                        if piece := delta.get("content"):
-                            content += piece
-                            yield content
+                        pieces = {name: delta[name] for name in PIECES if delta.get(name)}
+                        if pieces:
+                            add_delta(answer, pieces)
+                            yield answer
                     if deltas.have_ended:
                         break
                 deltas.check()

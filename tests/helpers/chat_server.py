@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def chunk(**delta: str) -> str:
+def chunk(**delta: Any) -> str:
     """Return a line of a streamed answer."""
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}"
 

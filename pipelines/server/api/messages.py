@@ -256,8 +256,7 @@ class MessageWriter:
         if text := message["content"]:
             content.append(BLOCKS["content"] | {"text": text})
         content += [
-            _tool_use(call) | {"input": _input(call["function"]["arguments"])}
-            for call in message.get("tool_calls", [])
+            _tool_use(call) | {"input": _input(call["function"]["arguments"])} for call in message.get("tool_calls", [])
         ]
         return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
 

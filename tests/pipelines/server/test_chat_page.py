@@ -99,7 +99,7 @@ def test_stop_ends_the_request(browser: Any, address: str, server: ChatServer) -
 
 def test_a_slider_is_a_setting_of_the_request(browser: Any, address: str, server: ChatServer) -> None:
     page = tab(browser, address)
-    page.get_by_text("Model and sampling").click()
+    page.get_by_text("Model, tools and sampling").click()
     number = page.get_by_label(re.compile("number input for temperature"))
     number.fill("0.3")
     number.press("Tab")
@@ -118,6 +118,44 @@ def test_an_answer_is_copied(browser: Any, address: str) -> None:
     page.wait_for_function("navigator.clipboard.readText().then(text => text == '你好，<b>world</b>')")
 
 
+def test_reasoning_folds_and_a_call_is_answered_with_its_result(
+    browser: Any, address: str, server: ChatServer, tmp_path: Path
+) -> None:
+    page, lines = tab(browser, address), server.lines
+    call = {"index": 0, "id": "a1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    piece = {"index": 0, "function": {"arguments": '{"city": "北京"}'}}
+    server.lines = [
+        chunk(reasoning_content="hm"),
+        chunk(content="Look:"),
+        chunk(tool_calls=[call]),
+        chunk(tool_calls=[piece]),
+    ]
+    server.lines.append("data: [DONE]")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    try:
+        page.get_by_text("Model, tools and sampling").click()
+        page.locator(".cm-content").fill(json.dumps(tools))
+        say(page, "Weather?")
+        page.get_by_text("Call of weather").wait_for()
+        page.get_by_text("Look:").wait_for()
+        page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()
+        assert not page.get_by_text("hm", exact=True).is_visible()
+        page.get_by_text("Call of weather").click()
+        page.get_by_text("北京").wait_for()
+        page.screenshot(path=tmp_path / "call.png")
+        server.lines = lines
+        say(page, "sunny")
+        page.get_by_text("你好，").wait_for()
+    finally:
+        server.lines = lines
+    function = {"name": "weather", "arguments": '{"city": "北京"}'}
+    answer = {"role": "assistant", "reasoning_content": "hm", "content": "Look:"}
+    answer["tool_calls"] = [{"id": "a1", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "a1", "content": "sunny"}
+    assert server.asked[-1]["messages"][1:] == [{"role": "user", "content": "Weather?"}, answer, result]
+    assert server.asked[-1]["tools"] == tools
+
+
 def test_two_tabs_are_answered_at_once(browser: Any, address: str, server: ChatServer) -> None:
     first, second = tab(browser, address), tab(browser, address)
     say(first, "endless")
@@ -131,7 +169,7 @@ def test_two_tabs_are_answered_at_once(browser: Any, address: str, server: ChatS
 
 def test_a_servers_error_is_shown_and_the_model_chosen(browser: Any, address: str, server: ChatServer) -> None:
     page = tab(browser, address)
-    page.get_by_text("Model and sampling").click()
+    page.get_by_text("Model, tools and sampling").click()
     page.get_by_label("Model", exact=True).click()
     page.get_by_role("option", name="second").click()
     server.status, lines = 429, server.lines

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from models.tokenizers.answers import FORMATS, AnswerReader
 
 from conf.decoding import DecodeConfig
 from models.tokenizers import Tokenizer
-from models.tokenizers.answers import FORMATS, AnswerReader
 from pipelines.engine import Engine, Output
 from pipelines.loading.load_engine import load_engine
 from pipelines.replicas.engine_process.client import EngineClient

@@ -336,7 +336,9 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
         UserError, match=r"serve.chat_template=/nowhere cannot be read .*: give auto, none or a Jinja file"
     ):
         Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="/nowhere"))
-    with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed: give auto, a YAML file, or one"):
+    with pytest.raises(
+        UserError, match="serve.response_template='qwen' is not allowed: give auto, a YAML file, or one"
+    ):
         Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(response_template="qwen"))
 
 
