@@ -4,7 +4,6 @@ A call's name is passed on once it is complete and one of the offered tools. The
 their sum does not depend on how the answer is cut. Nothing that was passed on is taken back.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from models.chat.calls import CallReader, Tools
 from models.chat.description import Body, ChatFormat
 from models.chat.harmony import read_harmony
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
-from models.chat.stream import SPACE, Reading, TextStream
+from models.chat.stream import SPACE, Reading, TextStream, literal_set
 
 
 class AnswerReader:
@@ -184,18 +183,15 @@ class SpecialTokens:
     """Removes the texts of special tokens from a text in pieces."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = tuple(texts)
-        self._pattern = re.compile("|".join(map(re.escape, sorted(self._texts, key=len, reverse=True))) or "(?!)")
-        self._longest = max(map(len, self._texts), default=1) - 1
+        self._tokens = literal_set(tuple(texts))
         self._held = ""
 
     def read(self, text: str) -> str:
         """Return the text that is certain. An end that may begin a special token is held."""
-        text = self._pattern.sub("", self._held + text)
-        sizes = range(min(self._longest, len(text)), 0, -1)
-        held = next((size for size in sizes if any(token.startswith(text[-size:]) for token in self._texts)), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        text = self._tokens.pattern.sub("", self._held + text)
+        size = len(text) - self._tokens.held(text)
+        self._held = text[size:]
+        return text[:size]
 
     def end(self) -> str:
         held, self._held = self._held, ""

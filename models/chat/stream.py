@@ -98,38 +98,46 @@ class TextStream:
         Returns the literal; "" at the end of the text, and after `limit` characters. Of literals that begin at one
         place the longest counts.
         """
-        pattern = _any_of(literals)
+        wanted = literal_set(literals)
         passed = 0
         while True:
-            match = pattern.search(self.text, self.position)
-            stop = match.start() if match else len(self.text) - self._held(literals)
-            is_final = match is not None and (self.is_complete or not self._may_grow(literals, stop, match[0]))
+            match = wanted.pattern.search(self.text, self.position)
+            stop = match.start() if match else len(self.text)
+            if not self.is_complete:
+                stop -= 0 if match else wanted.held(self.text, self.position)
+            may_grow = match is not None and not self.is_complete and self.text[stop:] in wanted.prefixes
             passed += stop - self.position
             if stop > self.position:
                 sink(self.text[self.position : stop])
                 self.position = stop
-            if match and is_final:
+            if match and not may_grow:
                 self.position += len(match[0])
                 return match[0]
             if self.is_complete or (limit is not None and passed > limit):
                 return ""
             yield
 
-    def _held(self, literals: tuple[str, ...]) -> int:
-        """Return the length of the longest end of the text that may begin a literal."""
-        if self.is_complete:
-            return 0
-        longest = min(max(map(len, literals), default=1) - 1, len(self.text) - self.position)
-        ends = (self.text[len(self.text) - size :] for size in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(literal.startswith(end) for literal in literals)), 0)
 
-    def _may_grow(self, literals: tuple[str, ...], start: int, literal: str) -> bool:
-        """Whether the text from `start` may continue as a longer literal."""
-        ahead = self.text[start:]
-        return any(len(longer) > len(ahead) and longer.startswith(ahead) for longer in literals if longer != literal)
+class LiteralSet:
+    """Literals to search for."""
+
+    def __init__(self, literals: tuple[str, ...]) -> None:
+        longest_first = sorted(filter(None, literals), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.prefixes = frozenset(literal[:size] for literal in literals for size in range(1, len(literal)))
+        """The proper beginnings of the literals."""
+        self._longest = max(map(len, literals), default=1) - 1
+        first = "".join({literal[0] for literal in longest_first if len(literal) > 1})
+        self._beginning = re.compile(f"[{re.escape(first)}]" if first else "(?!)")
+
+    def held(self, text: str, start: int = 0) -> int:
+        """Return the length of the longest end of a text, from `start`, that may begin a literal."""
+        for match in self._beginning.finditer(text, max(start, len(text) - self._longest)):
+            if text[match.start() :] in self.prefixes:
+                return len(text) - match.start()
+        return 0
 
 
 @lru_cache(1024)
-def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(filter(None, literals), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+def literal_set(literals: tuple[str, ...]) -> LiteralSet:
+    return LiteralSet(literals)
