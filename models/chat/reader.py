@@ -4,31 +4,39 @@ A call's name is passed on once it is complete and one of the offered tools. The
 their sum does not depend on how the answer is cut. Nothing that was passed on is taken back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from models.chat.calls import CallReader, Tools
 from models.chat.description import Body, ChatFormat
 from models.chat.harmony import read_harmony
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
-from models.chat.stream import SPACE, Reading, TextStream, literal_set
+from models.chat.special_tokens import SpecialTokens, Vocabulary, unquoted
+from models.chat.stream import SPACE, Reading, TextStream
 
 
 class AnswerReader:
     """Reads one answer."""
 
-    def __init__(self, form: ChatFormat, tools: Tools | None = None, begun: str = "", dropped: Iterable[str] = ()):
+    def __init__(
+        self,
+        form: ChatFormat,
+        tools: Tools | None = None,
+        begun: str = "",
+        dropped: Iterable[str] = (),
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         """`begun`: the literal with which the prompt begins the answer, for example the opening of the reasoning.
 
-        `dropped`: special tokens to remove from the text, if the tokenizer has not removed them. Without tools, calls
-        are content.
+        `dropped`: special tokens to remove from the text, if the tokenizer has not removed them. `vocabulary`: tells a
+        special token from text that spells it. Without tools, calls are content.
         """
         self._form = form if tools else replace(form, calls=None)
         self._stream = TextStream()
         self._writer = PartWriter(is_trimmed=form.answer is not None and form.answer.open.isspace())
         calls = form.calls if tools else None
         self._calls = CallReader(calls, tools, self._stream, self._writer) if tools and calls else None
-        self._dropped = SpecialTokens(dropped)
+        self._tokens = SpecialTokens(dropped, form.literals, vocabulary)
         self._reading: Reading[None] | None = self._read_answer()
         self._stream.add(begun)
 
@@ -37,14 +45,17 @@ class AnswerReader:
         """Whether the text ended, or went astray, within the arguments of a call."""
         return self._calls is not None and self._calls.has_cut_call
 
-    def read(self, text: str) -> list[Part]:
-        """Return the parts that are certain after the next piece of text."""
-        self._stream.add(self._dropped.read(text))
+    def read(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
+        """Return the parts that are certain after the next piece of text.
+
+        `token_ids`: the next tokens. They may be ahead of the text.
+        """
+        self._stream.add(self._tokens.read(text, token_ids))
         return self._advance()
 
     def end(self, is_cut: bool = False) -> list[Part]:
         """Return the remaining parts at the end of the answer. `is_cut`: the answer reached its length limit."""
-        self._stream.add(self._dropped.end())
+        self._stream.add(self._tokens.end())
         self._stream.is_complete = True
         if self._calls is not None:
             self._calls.is_cut = is_cut
@@ -147,7 +158,7 @@ class PartWriter:
         self._parts.append(CallStart(name, id))
 
     def arguments(self, text: str) -> None:
-        last = self._parts[-1] if self._parts else None
+        text, last = unquoted(text), self._parts[-1] if self._parts else None
         if isinstance(last, CallArguments):
             self._parts[-1] = CallArguments(last.text + text)
         elif text:
@@ -161,7 +172,7 @@ class PartWriter:
 
     def _add(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         """Add text. White space at its end waits for the next text."""
-        text = self._space + text
+        text = self._space + unquoted(text)
         if self._drops_space:
             text = text.lstrip(SPACE)
         stripped = text.rstrip(SPACE)
@@ -177,22 +188,3 @@ class PartWriter:
             self._parts[-1] = kind(last.text + text)
         else:
             self._parts.append(kind(text))
-
-
-class SpecialTokens:
-    """Removes the texts of special tokens from a text in pieces."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._tokens = literal_set(tuple(texts))
-        self._held = ""
-
-    def read(self, text: str) -> str:
-        """Return the text that is certain. An end that may begin a special token is held."""
-        text = self._tokens.pattern.sub("", self._held + text)
-        size = len(text) - self._tokens.held(text)
-        self._held = text[size:]
-        return text[:size]
-
-    def end(self) -> str:
-        held, self._held = self._held, ""
-        return held

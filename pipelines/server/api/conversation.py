@@ -17,6 +17,7 @@ from conf.serving import ServeConfig
 from models.chat.calls import Tools
 from models.chat.description import ChatFormat
 from models.chat.reader import AnswerReader
+from models.chat.special_tokens import Vocabulary
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
@@ -46,21 +47,22 @@ class ChatPrompt:
         tools: Tools | None,
         begun: str,
         dropped: list[str],
+        vocabulary: Vocabulary,
         num_calls: int,
     ) -> None:
-        """`begun` and `dropped`: see AnswerReader. `num_calls`: number of calls in the conversation."""
+        """`begun`, `dropped`, `vocabulary`: see AnswerReader. `num_calls`: number of calls in the conversation."""
         self.text = text
         self.token_ids = token_ids
         self.settings = settings
         """DecodeConfig settings that the tools and the reasoning require."""
         self._form, self._tools, self._begun, self._dropped = form, tools, begun, dropped
-        self._num_calls = num_calls
+        self._vocabulary, self._num_calls = vocabulary, num_calls
         self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
         self._samples = itertools.count()
 
     def reader(self) -> MessageReader:
         """Return a parser for the answer of the next sample."""
-        reader = AnswerReader(self._form, self._tools, self._begun, self._dropped)
+        reader = AnswerReader(self._form, self._tools, self._begun, self._dropped, self._vocabulary)
         return MessageReader(reader, CallIds(self._form, f"{self._digest} {next(self._samples)}", self._num_calls))
 
 
@@ -73,6 +75,7 @@ class Chat:
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
         self.format: ServedFormat = served_format(tokenizer, self._template, config.response_template)
+        self._markers = _markers(tokenizer, self.format.form) if tokenizer else {}
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -135,7 +138,14 @@ class Chat:
         max_calls = 1 if request.parallel_tool_calls is False else None
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         callable_tools = Tools(parameters, max_calls) if offered else None
-        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, num_calls)
+        vocabulary = Vocabulary(self._markers, self._num_bytes)
+        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, vocabulary, num_calls)
+
+    def _num_bytes(self, token_id: int) -> int:
+        """Return the number of bytes that a token adds to an answer's text, without other special tokens."""
+        assert self.tokenizer
+        marker = self._markers.get(token_id)
+        return len(self.tokenizer.token_bytes(token_id) or b"" if marker is None else marker.encode())
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
@@ -200,6 +210,17 @@ class Chat:
         elif guide and begun:
             settings["guide"] = after_reasoning(guide, form, literal, begun)
         return settings
+
+
+def _markers(tokenizer: Tokenizer, form: ChatFormat) -> dict[int, str]:
+    """Return the special tokens in a format's literals by id; none if the tokens have no fixed bytes."""
+    try:
+        tokenizer.token_bytes(0)
+    except UserError:
+        return {}
+    texts = [text for text in tokenizer.special_texts if any(text in literal for literal in form.literals)]
+    ids = {text: tokenizer.special_token_id(text) for text in texts}
+    return {id: text for text, id in ids.items() if id is not None}
 
 
 def _read_template(path: str) -> str:

@@ -41,9 +41,9 @@ class MessageReader:
         """Whether the arguments of a call are incomplete."""
         return self._reader.has_cut_call
 
-    def read(self, text: str) -> list[dict[str, Any]]:
-        """Return the deltas that the next piece of text completes."""
-        return self._deltas(self._reader.read(text))
+    def read(self, text: str, token_ids: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Return the deltas that the next piece of text completes. `token_ids`: the next tokens."""
+        return self._deltas(self._reader.read(text, token_ids))
 
     def end(self, is_cut: bool = False) -> list[dict[str, Any]]:
         """Return the remaining deltas at the end of the answer. `is_cut`: the answer reached its length limit."""

@@ -134,7 +134,7 @@ class ChatWriter:
     def _pieces(self, index: int, choice: ChoiceText) -> list[dict[str, Any]]:
         reader = self._readers[index]
         self._token_ids[index] += choice.token_ids
-        pieces = reader.read(choice.text)
+        pieces = reader.read(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
             pieces = pieces + reader.end(choice.finish_reason == "length")
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
@@ -236,7 +236,7 @@ def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[
 def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: MessageReader) -> int:
     """Return the number of tokens from the first to the last reasoning token. `reader` has read nothing yet."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
+    written = [reader.read(utf8.decode(texts.written(token_id)), [token_id]) for token_id in token_ids]
     written[-1] += reader.end()
     reasoning_indices = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
     return reasoning_indices[-1] - reasoning_indices[0] + 1 if reasoning_indices else 0

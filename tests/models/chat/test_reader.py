@@ -13,6 +13,7 @@ from models.chat.description import Body
 from models.chat.entries import entries, matching_entries
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from models.chat.reader import AnswerReader
+from models.chat.special_tokens import Vocabulary
 from models.chat.writer import Call, write_calls
 from tests.helpers.cases import each
 
@@ -368,3 +369,22 @@ def test_the_format_is_told_by_template_and_vocabulary() -> None:
     assert matching_entries("<tool_call>", ["<|python_tag|>"]) == ["hermes"]
     assert matching_entries("<tool_call><function=><parameter=", ["<tool_call>"])[0] == "qwen3_coder"
     assert matching_entries("", ()) == []
+
+
+def test_text_that_spells_a_special_token_is_no_marker() -> None:
+    """The first call is spelled in letters, and the second begins with the token 256."""
+    call = '{"name": "clock", "arguments": {}}</tool_call>'
+    text = f"é <tool_call>{call}\n"
+    spelled = list(text.encode())
+    pieces = [(chr(0xFFFD) if byte > 127 else chr(byte), [byte]) for byte in spelled]
+    pieces += [("<tool_call>", [256]), *((char, [ord(char)]) for char in call), ("</s>", [257])]
+    for step in (1, 5, len(pieces)):
+        vocabulary = Vocabulary({256: "<tool_call>"}, lambda id: {256: 11, 257: 0}.get(id, 1))
+        reader = AnswerReader(entries()["hermes"].form, TOOLS, dropped=["</s>"], vocabulary=vocabulary)
+        parts: list[Part] = []
+        for i in range(0, len(pieces), step):
+            ids = [id for _, token_ids in pieces[i : i + step] for id in token_ids]
+            parts += reader.read("".join(letters for letters, _ in pieces[i : i + step]), ids)
+        *content, call_value = message([*parts, *reader.end()])
+        assert "".join(part.text for part in content).replace(chr(0xFFFD) * 2, "é") == text.strip()
+        assert call_value == CLOCK
