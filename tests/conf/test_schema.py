@@ -124,7 +124,6 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ServeConfig, "serve", RANGE, {"port": [-1, 65536], "batch_size": [0], "max_waiting": [-1], "max_waiting_tokens": [0]}),
     (ServeConfig, "serve", RANGE, {"max_step_ms": [0], "request_timeout_s": [0], "send_timeout_s": [NAN], "keep_alive_s": [0, INF]}),
     (ServeConfig, "serve", RANGE, {"drain_s": [-1], "stall_s": [0], "max_connections": [0], "replicas": [0]}),
-    (ServeConfig, "serve", VALUE, {"response_template": ["x"]}),
     (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
     (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"]}),
 ]  # fmt: skip
