@@ -77,7 +77,7 @@ class DecodeConfig:
 
     Beam search if num_beams > 1, contrastive search if penalty_alpha > 0, sampling if temperature > 0, else greedy.
     Logits are processed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
-    A limit of reasoning forces tokens.
+    Tokens are forced by a limit on reasoning, forced_bos_token_id and forced_eos_token_id.
     A null setting takes its value from the checkpoint's generation_config.json, else from NEUTRAL. A setting that
     another setting switches off (USED_WITH) causes a warning.
     """
@@ -241,10 +241,12 @@ class DecodeConfig:
             check(not lossy, "decode.guide", self.guide, allowed, ErrorCode.excludes)
 
     def warn_of_escapes(self) -> None:
-        """Log a warning for stop texts with a backslash and a letter, which Hydra's grammar does not unescape."""
-        if escaped := next((text for text in self.stop if re.search(r"\\[nrt]", text)), None):
-            remedy = "in a shell a line break is $'decode.stop=[\"\\n\"]'"
-            log.warning("decode.stop has the characters %s, a backslash and a letter: %s", escaped, remedy)
+        """Log a warning for texts with a backslash and a letter, which Hydra's grammar does not unescape."""
+        closing = [self.thinking.closing or ""]
+        for name, texts, typed in (("stop", self.stop, r'["\n"]'), ("thinking.closing", closing, r'"\n</think>"')):
+            if escaped := next((text for text in texts if re.search(r"\\[nrt]", text)), None):
+                remedy = f"in a shell a line break is $'decode.{name}={typed}'"
+                log.warning("decode.%s has the characters %s, a backslash and a letter: %s", name, escaped, remedy)
 
     def check_unset(self, where: str, remedy: str) -> None:
         """Raises UserError for a setting that is neither the default nor NEUTRAL, because it would have no effect."""

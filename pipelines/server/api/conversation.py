@@ -18,14 +18,19 @@ from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
-from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.errors import bad_request, not_allowed, too_long
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
-from pipelines.server.api.settings import guide_of
+from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
 LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
 CALL_ID_LENGTH = 9  # Mistral's templates require it
+QWEN_CLOSING = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+    "</think>\n\n"
+)
+"""The end of reasoning at a budget, in Qwen's documentation."""
 
 T = TypeVar("T")
 
@@ -225,7 +230,23 @@ class Chat:
             settings["guide"] = tool_guide(self._form, allowed, literal, is_required, is_parallel, reasons)
         elif guide and reasons:
             settings["guide"] = after_reasoning(guide)
+        if request.thinking_token_budget is not None:
+            settings["thinking"] = _thinking(request.thinking_token_budget, form, reasons, self._form)
         return settings
+
+
+def _thinking(budget: int, form: AnswerFormat, reasons: bool, name: str) -> dict[str, Any]:
+    """Return the setting `thinking` of a request with a budget.
+
+    `reasons`: whether the prompt ends where reasoning begins. `name`: the format's. Raises ApiError for a format without
+    reasoning.
+    """
+    region = next((region for region in form.regions if region.closing and not region.read_calls), None)
+    if region is None or region.closing is None:
+        reason = f"this model's format ({name}) has no reasoning, leave it out"
+        raise not_allowed("thinking_token_budget", budget, reason)
+    closing = QWEN_CLOSING if name == "hermes" else None
+    return thinking_setting(budget, region.opening, region.closing, reasons, closing)
 
 
 def _read_template(path: str) -> str:
