@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -14,6 +14,7 @@ from conf.errors import ErrorCode, UserError, check, list_known_names, shortened
 from conf.guides import check_guide
 from conf.quantization import Activations
 from conf.speculation import BESIDE_AUTO, Acceptance, Speculate, SpeculationConfig, speculate_named, speculation_of
+from conf.thinking import ThinkingConfig, thinking_of
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class DecodeConfig:
 
     Beam search if num_beams > 1, contrastive search if penalty_alpha > 0, sampling if temperature > 0, else greedy.
     Logits are processed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
+    Tokens are forced by a limit on reasoning, forced_bos_token_id and forced_eos_token_id.
     A null setting takes its value from the checkpoint's generation_config.json, else from NEUTRAL. A setting that
     another setting switches off (USED_WITH) causes a warning.
     """
@@ -178,6 +180,8 @@ class DecodeConfig:
 
     {json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or {lark: TEXT}.
     """
+    thinking: ThinkingConfig = option(factory=ThinkingConfig, not_with=_COMPETING)
+    """The limit on the tokens of reasoning. Not with beam or contrastive search."""
     stop: list[str] = option(
         factory=list,
         form=(
@@ -237,17 +241,23 @@ class DecodeConfig:
             check(not lossy, "decode.guide", self.guide, allowed, ErrorCode.excludes)
 
     def warn_of_escapes(self) -> None:
-        """Log a warning for stop texts with a backslash and a letter, which Hydra's grammar does not unescape."""
-        if escaped := next((text for text in self.stop if re.search(r"\\[nrt]", text)), None):
-            remedy = "in a shell a line break is $'decode.stop=[\"\\n\"]'"
-            log.warning("decode.stop has the characters %s, a backslash and a letter: %s", escaped, remedy)
+        """Log a warning for texts with a backslash and a letter, which Hydra's grammar does not unescape."""
+        closing = [self.thinking.closing or ""]
+        for name, texts, typed in (("stop", self.stop, r'["\n"]'), ("thinking.closing", closing, r'"\n</think>"')):
+            if escaped := next((text for text in texts if re.search(r"\\[nrt]", text)), None):
+                remedy = f"in a shell a line break is $'decode.{name}={typed}'"
+                log.warning("decode.%s has the characters %s, a backslash and a letter: %s", name, escaped, remedy)
 
     def check_unset(self, where: str, remedy: str) -> None:
         """Raises UserError for a setting that is neither the default nor NEUTRAL, because it would have no effect."""
         for name, default in vars(DecodeConfig()).items():
             if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
-                if isinstance(value, SpeculationConfig):
-                    name, value = next((f"speculation.{name}", value) for name, value in value.changed().items())
+                if is_dataclass(value):
+                    name, value = next(
+                        (f"{name}.{inner}", setting)
+                        for inner, setting in vars(value).items()
+                        if setting != getattr(default, inner)
+                    )
                 shown_value = value.name if isinstance(value, Enum) else value
                 problem = f"decode.{name}={shown_value} is not used {where}: {remedy}"
                 raise UserError(problem, ErrorCode.needs_other, f"decode.{name}")
@@ -311,6 +321,8 @@ class DecodeConfig:
                 settings[name] = value = speculate_named(value)
             if name == "speculation":
                 settings[name] = value = speculation_of(self.speculation, value)
+            if name == "thinking":
+                settings[name] = value = thinking_of(self.thinking, value)
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
                 problem = f"decode.{name}={shortened(repr(value))} is not of type {expected}"

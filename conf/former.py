@@ -192,6 +192,7 @@ LLAMA_CPP = (
     Former("--parallel", "task=serve serve.batch_size=64"),
     Former("--json-schema", "decode.guide={json_schema:{type:object}}"),
     Former("--grammar-file", "decode.guide={regex:TEXT}", "or lark, in llguidance's form"),
+    Former("--reasoning-budget", "decode.thinking.max_tokens=256", "its message is decode.thinking.closing"),
     Former("--lora", "model.adapters={a:FOLDER} predict.adapter=a"),
     Former("--conversation", "task=chat"),
     Former("llama-cli", "task=predict"),

@@ -106,6 +106,10 @@ class ChatFormat:
     """How a family writes answers."""
 
     reasoning: Span | None = None
+    limit_text: str = ""
+    """Written where the reasoning reaches its limit of tokens, with `reasoning.close` in it; empty: a line break and
+    `reasoning.close`.
+    """
     answer: Span | None = None
     """Around the text of an answer. These literals are dropped."""
     calls: CallFormat | None = None

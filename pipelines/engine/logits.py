@@ -20,10 +20,14 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether the CPU needs the last token: for no_repeat_ngram_size, banned or biased sequences, or a guide."""
+    """Return whether the CPU needs the last token: for no_repeat_ngram_size, banned or biased sequences, a guide, or
+    reasoning at its limit.
+    """
     p = context.params
     sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
-    return bool(p.no_repeat_ngram_size or context.guide) or any(len(ids) > 1 for ids in sequences)
+    if p.no_repeat_ngram_size or context.guide or (context.thinking and context.thinking.depends_on_next):
+        return True
+    return any(len(ids) > 1 for ids in sequences)
 
 
 def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
@@ -109,7 +113,12 @@ def _biases(context: SamplingContext) -> Iterable[tuple[int, float]]:
 
 
 def _forced(context: SamplingContext, num_unknown: int) -> tuple[int, ...]:
-    """Return the tokens allowed as the first or the last token of the output; empty if unrestricted or with a guide."""
+    """Return the token that closes the reasoning, else the tokens allowed as the output's first or last token.
+
+    Empty if unrestricted. With a guide only the reasoning forces a token.
+    """
+    if context.thinking and (token := context.thinking.forced_token_id) is not None:
+        return (token,)
     p, place = context.params, context.num_output_tokens + num_unknown
     if context.guide is not None:
         return ()

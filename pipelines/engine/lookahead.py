@@ -101,8 +101,8 @@ def _without_first_draft(item: Scheduled) -> Scheduled:
 def can_choose_ahead(plan: StepPlan) -> bool:
     """Return whether the device can choose the tokens from the logits, the last token and what the CPU already has.
 
-    The CPU needs each step's tokens for n-grams that must not repeat, bad words of several tokens, guides, searches,
-    samples that fork, log probabilities, and drafts. If one row needs them, all rows of the step wait.
+    The CPU needs each step's tokens for n-grams that must not repeat, bad words of several tokens, guides, reasoning at
+    its limit, searches, samples that fork, log probabilities, and drafts. If one row needs them, all rows of the step wait.
     """
     return len(plan.ready) == len(plan.scheduled) and all(
         item.group.search is None

@@ -11,6 +11,7 @@ from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.guide import Guide
 from pipelines.engine.ngrams import NgramIndex
+from pipelines.engine.thinking import Thinking
 from pipelines.engine.token_counts import TokenCounts
 
 
@@ -155,6 +156,8 @@ class Request:
     """The LoRA adapter that its tokens are computed with."""
     guide: Guide | None = None
     """The grammar of its outputs, in the start state."""
+    thinking: Thinking | None = None
+    """The limit of reasoning in its outputs, in the start state."""
     is_background: bool = False
     """Whether the request yields to all other waiting requests."""
 
@@ -175,6 +178,8 @@ class SamplingContext:
     """Counts of the tokens, created when they are first penalised."""
     guide: Guide | None = None
     """The output's state in its grammar; None: no guide."""
+    thinking: Thinking | None = None
+    """The output's reasoning so far; None: its length is not limited."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -182,7 +187,9 @@ class SamplingContext:
 
     def as_sample(self, sample: int) -> "SamplingContext":
         """Return the context of another sample that continues from the same tokens."""
-        return SamplingContext(self.params, self.token_ids, self.num_prompt_tokens, sample, guide=self.guide)
+        return SamplingContext(
+            self.params, self.token_ids, self.num_prompt_tokens, sample, guide=self.guide, thinking=self.thinking
+        )
 
 
 @dataclass(eq=False)  # compared by identity
@@ -215,7 +222,9 @@ class Sequence(SamplingContext):
     @classmethod
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":
         prompt = list(request.prompt_token_ids)
-        return cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer, guide=request.guide)
+        sequence = cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer)
+        sequence.guide, sequence.thinking = request.guide, request.thinking
+        return sequence
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -23,6 +23,7 @@ from pipelines.engine.request import (
     SamplingParams,
     Sink,
 )
+from pipelines.engine.thinking import Thinking
 
 DEFAULT_MAX_NEW_TOKENS = 256
 NUM_KEPT = 64  # cached lists of bad_words
@@ -95,7 +96,15 @@ class RequestFactory:
         prediction = prediction_token_ids or []
         self._check_prediction(prediction, params)
         guide = None if decode.guide is None else self.guides.begin(decode.guide)
-        return Request(id, prompt_token_ids, params, sink, prediction, placed, guide=guide)
+        thinking = self._begin_thinking(decode, prompt_token_ids)
+        return Request(id, prompt_token_ids, params, sink, prediction, placed, guide=guide, thinking=thinking)
+
+    def _begin_thinking(self, decode: DecodeConfig, prompt_token_ids: list[int]) -> Thinking | None:
+        if decode.thinking.max_tokens is None:
+            return None
+        thinking = Thinking.begin(decode.thinking, self.tokenizer, prompt_token_ids)
+        self._check_ids("token id of decode.thinking.closing", thinking.limit.closing)
+        return thinking
 
     def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
         self._check_ids("prediction token id", token_ids)
@@ -156,6 +165,7 @@ class RequestFactory:
                 raise UserError(f"decode.{name}={getattr(decode, name)} needs a tokenizer: {remedy}")
         if decode.guide is not None:
             self.guides.begin(decode.guide)
+        self._begin_thinking(decode, [])
 
     def _check_ids(self, kind: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:

@@ -12,6 +12,8 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
     piece, stop = "", None
     if sequence.guide:
         sequence.guide.accept(token)
+    if sequence.thinking:
+        sequence.thinking = sequence.thinking.after(token)
     # The text of a stop token or stop string is omitted unless the request includes it.
     if sequence.detokenizer and (params.include_stop or token not in params.stop_token_ids):
         piece, stop = sequence.detokenizer.add(token, may_stop)

@@ -53,10 +53,13 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
     """
     sequence, drafts, params = item.sequence, list(item.drafts), item.sequence.params
     settings = params.speculation
-    contexts = [
-        SamplingContext(params, sequence.token_ids + drafts[:place], sequence.num_prompt_tokens, sequence.sample)
-        for place in range(1 + len(drafts))
-    ]
+    contexts, thinking = list[SamplingContext](), sequence.thinking
+    for place in range(1 + len(drafts)):
+        thinking = thinking.after(drafts[place - 1]) if thinking and place else thinking
+        token_ids = sequence.token_ids + drafts[:place]
+        contexts.append(
+            SamplingContext(params, token_ids, sequence.num_prompt_tokens, sequence.sample, thinking=thinking)
+        )
     scaled = process_logits(logits, contexts).double() / params.temperature
     top = scaled.softmax(-1).topk(min(settings.max_candidates, scaled.shape[-1]))
     probabilities = top.values.tolist()

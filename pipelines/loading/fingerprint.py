@@ -134,8 +134,14 @@ def _as_kept(parts: Fingerprint) -> Fingerprint:
 
 
 def _deciding(decode: DecodeConfig) -> dict[str, Any]:
-    """Return the settings that determine tokens. Includes draft settings unless acceptance is exact."""
+    """Return the settings that determine tokens.
+
+    Includes draft settings unless acceptance is exact, and the limit of reasoning only if it is set, because journals of
+    older versions lack it.
+    """
     settings = asdict(decode)
+    if decode.thinking.max_tokens is None:
+        del settings["thinking"]
     if decode.speculation.acceptance is Acceptance.exact:
         del settings["speculate"], settings["speculation"]
     return settings

@@ -25,7 +25,6 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprob_token_ids": ((None, []), "give logprobs, for the most likely tokens"),
     "prompt_logprob_token_ids": ((None,), "give prompt_logprobs, for the most likely tokens"),
     "prompt_logprob_start": ((None, 0), "give prompt_logprobs, which are of the whole prompt"),
-    "thinking_token_budget": ((None, -1), "give max_tokens, which counts the reasoning, too"),
     "repetition_detection": ((None,), "give repetition_penalty or max_tokens"),
     "routed_experts_prompt_start": ((0,), "outputs have no experts"),
     "trace_decode_token_ids": ((None, []), "tokens are the model's own"),
@@ -94,6 +93,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    """Most tokens between <think> and </think>; None or -1: no limit."""
 
     def __init__(self, *unnamed: Any, **settings: Any) -> None:
         """`guided_decoding` is the name of structured_outputs in earlier versions."""
@@ -171,6 +172,7 @@ class SamplingParams:
             logit_bias=self.logit_bias,
             allowed_token_ids=_listed(self.allowed_token_ids),
             guide=self._guide(),
+            thinking={"max_tokens": None if self.thinking_token_budget == -1 else self.thinking_token_budget},
             prefix_cache=not self.skip_reading_prefix_cache,
         )
         return DecodeConfig().replaced(values)

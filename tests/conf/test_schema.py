@@ -55,6 +55,7 @@ from conf.tasks import (
     Truncation,
     VerifyConfig,
 )
+from conf.thinking import ThinkingConfig
 from conf.tracker import Tracker, TrackerConfig
 from tests.helpers.cases import each
 
@@ -85,6 +86,8 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (CalibrateConfig, "calibrate", RANGE, {"num_samples": [0], "sequence_length": [1], "seed": [-1]}),
     (SpeculationConfig, "decode.speculation", RANGE, {"num_tokens": [0, 16], "min_ngram": [0, 17], "max_ngram": [1, 17]}),
     (SpeculationConfig, "decode.speculation", RANGE, {"verify_window": [0], "max_candidates": [65]}),
+    (ThinkingConfig, "decode.thinking", RANGE, {"max_tokens": [-1, 2**31]}),
+    (ThinkingConfig, "decode.thinking", FORM, {"start": ["\ud800"], "end": ["", "x" * 4097], "closing": ["x" * 4097]}),
     (DecodeConfig, "decode", RANGE, {"max_new_tokens": [0], "min_new_tokens": [-1], "max_length": [-1], "min_length": [-1]}),
     (DecodeConfig, "decode", RANGE, {"temperature": [-0.1, NAN, INF], "top_k": [-2, 2**31], "top_p": [0.0, 1.01], "min_p": [1.5]}),
     (DecodeConfig, "decode", RANGE, {"n": [0, 257], "num_beams": [0], "length_penalty": [11], "num_return_sequences": [0]}),
@@ -160,6 +163,13 @@ TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
     (DecodeConfig, {"guide": GUIDE, "num_beams": 2}, EXCLUDES, "decode.guide"),
     (DecodeConfig, {"guide": GUIDE, "penalty_alpha": 0.6, "top_k": 4}, EXCLUDES, "decode.guide"),
     (DecodeConfig, {"guide": GUIDE, "speculate": Speculate.ngram, "speculation": LOSSY}, EXCLUDES, "decode.guide"),
+    (DecodeConfig, {"thinking": ThinkingConfig(5), "num_beams": 2}, EXCLUDES, "decode.thinking.max_tokens"),
+    (DecodeConfig, {"thinking": ThinkingConfig(5), "penalty_alpha": 0.6}, EXCLUDES, "decode.thinking.max_tokens"),
+    (ThinkingConfig, {"start": "x"}, NEEDS, "decode.thinking.start"),
+    (ThinkingConfig, {"end": "x"}, NEEDS, "decode.thinking.end"),
+    (ThinkingConfig, {"closing": "x</think>"}, NEEDS, "decode.thinking.closing"),
+    (ThinkingConfig, {"is_open": False}, NEEDS, "decode.thinking.is_open"),
+    (ThinkingConfig, {"max_tokens": 5, "closing": "x"}, FORM, "decode.thinking.closing"),
     (PredictConfig, {"prefix": "p", "adapter": "a"}, EXCLUDES, "predict.prefix"),
     (BenchConfig, {"data": "rows.jsonl", "prompt_tokens": 9}, EXCLUDES, "bench.prompt_tokens"),
     (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, RANGE, "evaluate.stride"),
@@ -292,6 +302,10 @@ def test_replaced_changes_only_what_is_given() -> None:
     changed = base.replaced({"temperature": 1, "stop": "END", "seed": None})
     assert changed == DecodeConfig(max_new_tokens=5, stop=["END"], temperature=1)
     assert base == DecodeConfig(max_new_tokens=5, stop=["x"])
+    limited = base.replaced({"thinking": {"max_tokens": 3, "start": "", "is_open": None}})
+    assert limited.thinking == ThinkingConfig(3, "")
+    assert limited.replaced({"thinking": {"max_tokens": 4}}).thinking == ThinkingConfig(4, "")
+    assert limited.replaced({"thinking": None}) == base
 
 
 def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
@@ -351,16 +365,22 @@ def test_used_settings_are_not_reported(caplog: pytest.LogCaptureFixture) -> Non
         ({"max_new_tokens": 2.5}, ErrorCode.wrong_type),
         ({"max_new_tokens": "5"}, ErrorCode.unknown_value),
         ({"top_p": 7}, ErrorCode.out_of_range),
+        ({"thinking": 5}, ErrorCode.wrong_type),
+        ({"thinking": {"max_token": 5}}, ErrorCode.unknown_name),
+        ({"thinking": {"max_tokens": 5.0}}, ErrorCode.wrong_type),
+        ({"thinking": {"start": None}}, ErrorCode.wrong_type),
     ],
 )
 def test_replaced_refuses_names_types_and_values(values: dict[str, object], code: ErrorCode) -> None:
     with pytest.raises(UserError) as raised:
         DecodeConfig().replaced(values)
-    assert (raised.value.code, raised.value.key) == (code, f"decode.{next(iter(values))}")
+    ((name, value),) = values.items()
+    key = f"decode.{name}.{next(iter(value))}" if isinstance(value, dict) else f"decode.{name}"
+    assert (raised.value.code, raised.value.key) == (code, key)
 
 
 def test_settings_of_the_runs_task_and_null_are_allowed() -> None:
-    for name in vars(DecodeConfig()).keys() - {"speculate", "speculation"}:
+    for name in vars(DecodeConfig()).keys() - {"speculate", "speculation", "thinking"}:
         assert getattr(DecodeConfig(**{name: None}), name) is None
     RunConfig(task=Task.bench, bench=BenchConfig(new_tokens=2))
     RunConfig(task=Task.predict, predict=PredictConfig(batch_size=3, data="x"))

@@ -23,10 +23,10 @@ from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.server.api.chat_format import ServedFormat, served_format
-from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.errors import bad_request, not_allowed, too_long
 from pipelines.server.api.message_reader import CallIds, MessageReader
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
-from pipelines.server.api.settings import guide_of
+from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
@@ -209,7 +209,18 @@ class Chat:
             settings["guide"] = tool_guide(form, allowed, literal, is_required, is_parallel, begun, guide, num_calls)
         elif guide and begun:
             settings["guide"] = after_reasoning(guide, form, literal, begun)
+        if request.thinking_token_budget is not None:
+            settings["thinking"] = self._thinking(request.thinking_token_budget, begun)
         return settings
+
+    def _thinking(self, budget: int, begun: str) -> dict[str, Any]:
+        """Return the setting `thinking` of a request with a budget. Raises ApiError for a format without reasoning."""
+        name, form = self.format.name, self.format.form
+        if form.reasoning is None:
+            reason = f"this model's format ({name}) has no reasoning, leave it out"
+            raise not_allowed("thinking_token_budget", budget, reason)
+        start, end = form.reasoning.open.strip(), form.reasoning.close.strip()
+        return thinking_setting(budget, start, end, begun == form.reasoning.open, form.limit_text or None)
 
 
 def _markers(tokenizer: Tokenizer, form: ChatFormat) -> dict[int, str]:

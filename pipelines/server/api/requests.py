@@ -320,6 +320,8 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: NumTokens | None = None
+    """Most tokens of reasoning. At this number the engine closes the reasoning."""
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None

@@ -33,7 +33,7 @@ SAME = {
 }
 """Name of the setting by name of the request field. The value is copied unchanged."""
 
-SETTING = re.compile(r"decode\.(\w+)")
+SETTING = re.compile(r"decode\.(thinking\.max_tokens|\w+)")
 UNNAMED = {
     "stop token id": "stop_token_ids",
     "allowed token id": "allowed_token_ids",
@@ -91,8 +91,20 @@ def cache_salt(key: str | None, request_salt: str | None) -> str | None:
 
 def _chat_settings(request: ChatRequest, server: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
+    if request.thinking_token_budget is not None:
+        settings["thinking"] = {"max_tokens": request.thinking_token_budget}
     max_tokens = request.max_completion_tokens or request.max_tokens
     return settings | _length(max_tokens, "auto", server)
+
+
+def thinking_setting(budget: int, start: str, end: str, is_open: bool, closing: str | None = None) -> dict[str, Any]:
+    """Return the setting `thinking` for a model's reasoning.
+
+    `start`, `end`: its markers; an empty `start`: reasoning is only at the beginning of the answer. `is_open`: whether
+    the prompt ends inside reasoning. `closing`: text written at the budget, with `end` in it; None: a line break and
+    `end`.
+    """
+    return {"max_tokens": budget, "start": start, "end": end, "is_open": is_open, "closing": closing}
 
 
 def _completion_settings(request: CompletionRequest, server: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +173,8 @@ def field_of(setting: str, request: Sampling) -> str | None:
     if setting == "guide":
         forms = ("response_format", "structured_outputs", "tools")
         return next((name for name in forms if getattr(request, name, None) is not None), None)
+    if setting == "thinking.max_tokens":
+        return "thinking_token_budget"
     if setting in ("num_beams", "num_return_sequences"):
         return "use_beam_search" if request.use_beam_search else None
     if setting in ("top_k", "logit_bias", "stop", "seed", "logprobs"):

@@ -13,6 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.json_schemas import FORMATS
 from conf.speculation import Speculate, SpeculationConfig
+from conf.thinking import ThinkingConfig
 from models.tokenizers import load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.guide import Guides
@@ -28,6 +29,14 @@ DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
 SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
 SETTINGS += [replace(settings, temperature=0.0, top_p=1.0, max_new_tokens=40) for settings in SETTINGS]
 SETTINGS += [DRAWN, DecodeConfig(max_new_tokens=30), replace(DRAWN, guide=GUIDES[3], n=3, max_new_tokens=20)]
+REASONED = {"lark": 'start: thought ("yes" | "no")\nthought[lazy]: /(.|\\n)*<\\/think>/'}
+LIMITED = ThinkingConfig(max_tokens=6, is_open=True)
+SETTINGS += [
+    replace(DRAWN, guide=REASONED, thinking=LIMITED, logprobs=1, n=2, max_new_tokens=30),
+    replace(DRAWN, thinking=LIMITED, repetition_penalty=1.4, bad_words=["</"], n=2, max_new_tokens=30),
+    replace(DRAWN, thinking=replace(LIMITED, max_tokens=2, start="e", is_open=False), seed=9, max_new_tokens=60),
+    replace(DRAWN, guide=GUIDES[0], thinking=replace(LIMITED, max_tokens=2)),  # its grammar has no such text
+]
 PROMPTS = [[0, 70 + i, 9, 4] * (i % 3 + 1) for i in range(len(SETTINGS))]
 
 
@@ -127,10 +136,13 @@ def test_rows_are_those_alone(
     assert bool(preempted) == ("kv_cache_memory" in device)
 
 
-def test_unguided_rows_keep_their_tokens(chatty: Path) -> None:
+def test_unguided_rows_keep_their_tokens(chatty: Path, alone: list[Output]) -> None:
     free = [replace(decode, guide=None) for decode in SETTINGS]
     mixed = [replace(decode, guide=None) if i % 2 else decode for i, decode in enumerate(SETTINGS)]
     expected, actual = run(engine_of(chatty, 6, tokenizer=""), free), run(engine_of(chatty, 6, tokenizer=""), mixed)
+    reasoned = [completion for output in actual[-4:-1] for completion in output.completions]
+    assert all("\n</think>" in (completion.text or "") for completion in reasoned)
+    assert alone[-1].completions[0].finish_reason is FinishReason.no_token
     assert actual[1::2] == expected[1::2]
     assert actual[::2] != expected[::2]
 

@@ -8,6 +8,7 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.thinking import ThinkingConfig
 from models.capabilities import ModelCapabilities
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.request import ContextLimit
@@ -44,6 +45,7 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
         ({}, [5] * 10, {"max_new_tokens": 35}, "prompt and new tokens are 45, but the KV cache holds 44"),
         ({}, [5], {"max_new_tokens": 3, "num_beams": 7}, "7 sequences, but device.max_batched_tokens=6: ask for fewer"),
         ({}, [5], {"max_new_tokens": 3, "stop": ["x"]}, "decode.stop=.'x'. needs a tokenizer"),
+        ({}, [5], {"thinking": ThinkingConfig(max_tokens=3)}, "decode.thinking.max_tokens needs a tokenizer: give"),
         (
             {"capabilities": ModelCapabilities(needs_whole_prompt=True)},
             [5] * 4,

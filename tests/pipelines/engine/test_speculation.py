@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from conf.decoding import DecodeConfig
 from conf.speculation import DraftOrder, Speculate, SpeculationConfig
+from conf.thinking import ThinkingConfig
 from pipelines.engine import Engine
 from pipelines.engine.lookahead import LaunchedStep
 from pipelines.engine.request import Output, SequenceGroup
@@ -30,6 +31,9 @@ SETTINGS = {
     "min_new_tokens": replace(DRAWN, min_new_tokens=5),
     "bias": replace(DRAWN, logit_bias={EOS: 4.0, 80: 3.0}),
     "last token": replace(GREEDY, max_new_tokens=1),
+    "reasoning": replace(
+        DRAWN, thinking=ThinkingConfig(max_tokens=3, start="e", closing="</think>\n", is_open=True), n=2
+    ),
 }
 DEVICES = devices(22 * 4 * KEY_VALUE_BYTES)
 

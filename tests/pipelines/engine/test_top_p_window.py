@@ -15,8 +15,10 @@ from pipelines.engine.proposers import Proposer
 from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.engine.sampler import uniform
 from pipelines.engine.scheduler import Scheduled
+from pipelines.engine.thinking import Thinking, ThinkingLimit
 from pipelines.engine.top_p_window import drawn, is_drafted_and_drawn, num_accepted, num_candidates, verified
 from tests.helpers.builders import all_logits, engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.scheduling import factory_of
 
 LOSSY = {"adaptive": False, "acceptance": Acceptance.top_p_window}
@@ -27,7 +29,7 @@ def test_candidates_reach_top_p_or_there_are_none() -> None:
     assert [num_candidates([0.5, 0.25, 0.125], p) for p in (0.3, 0.5, 0.6, 0.8, 0.875, 0.9)] == [1, 1, 2, 3, 3, 0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("drafts", "counts", "window", "expected"),
     [
         ([7, 4, 1], [1, 1, 1, 1], 2, 3),  # all are candidates
@@ -83,6 +85,11 @@ def test_drafts_count_for_the_following_tokens() -> None:
     assert verified(item_of((5, 5), **settings), logits) == [5, 5, 5]
     assert verified(item_of((5, 5), **settings, no_repeat_ngram_size=1), logits) == [5, 6]
     assert verified(item_of((5, 6), **settings, no_repeat_ngram_size=1), logits) == [5, 6, 7]
+    limit = ThinkingLimit(2, b"", b")", (6, 4), lambda id: b"x")
+    for drafts, expected in (((5, 5), [5, 6]), ((5, 6), [5, 6, 4]), ((6, 4), [5])):
+        item = item_of(drafts, **settings)
+        item.sequence.thinking = Thinking(limit, True, num_tokens=1)
+        assert verified(item, logits) == expected
 
 
 def test_only_the_last_part_of_a_text_is_verified() -> None:

@@ -263,10 +263,11 @@ def test_vllms_own_values_may_be_said(llm: LLM) -> None:
     settings = {"temperature": 0, "max_tokens": 5}
     plain, full = (
         SamplingParams(**settings),
-        SamplingParams(**settings, detokenize=True, spaces_between_special_tokens=True),
+        SamplingParams(**settings, detokenize=True, spaces_between_special_tokens=True, thinking_token_budget=-1),
     )
     actual, expected = (engine.generate("Once", params) for engine, params in ((other, full), (llm, plain)))
     assert [output.outputs[0].text for output in actual] == [output.outputs[0].text for output in expected]
+    assert SamplingParams(thinking_token_budget=3).decode().thinking.max_tokens == 3
 
 
 def test_every_argument_of_vllm_is_answered(caplog: pytest.LogCaptureFixture) -> None:

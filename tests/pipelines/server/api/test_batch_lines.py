@@ -33,8 +33,10 @@ def test_a_line_is_the_row_of_its_body() -> None:
         "logprobs": True,
         "top_logprobs": 2,
         "n": 3,
+        "thinking_token_budget": 0,
     }
     decode = {"max_new_tokens": 7, "temperature": 0.5, "seed": 2**64 - 1, "stop": ["x"], "logprobs": 2, "n": 3}
+    decode |= {"thinking": {"max_tokens": 0}}
     assert row_of(line(**USER, **settings))[0] == {"id": "a", "decode": decode, **USER}
     assert row_of(line(COMPLETIONS, prompt="Once", top_k=-1))[0] == {
         "id": "a",

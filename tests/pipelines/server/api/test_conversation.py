@@ -15,7 +15,9 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import ModelConfig
 from conf.serving import ServeConfig
+from conf.thinking import ThinkingConfig
 from models.tokenizers import Tokenizer
+from pipelines.server.api.answers import TokenTexts
 from pipelines.server.api.conversation import LONG_TEXT, Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.message_reader import add_delta
@@ -23,6 +25,7 @@ from pipelines.server.api.messages import NAMES as MESSAGES_NAMES
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
 from pipelines.server.api.responses import NAMES as RESPONSES_NAMES
+from pipelines.server.api.writers import num_reasoning_tokens
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
 from tests.helpers.fork_server import true_starts
@@ -233,6 +236,31 @@ def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
     DecodeConfig(guide={"lark": lark})
     error = refused(chat, structured_outputs={"choice": ["a"]})
     assert (error.param, "only a JSON schema can follow that" in error.message) == ("structured_outputs", True)
+
+
+def test_a_budget_of_reasoning(tmp_path: Path) -> None:
+    """With Qwen's closing text, which counts as reasoning. `num_reasoning_tokens` reads the text as a client does."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}<think>\n")
+    message = (
+        "Considering the limited time by the user, I have to give the solution based on the thinking directly now."
+    )
+    for own, is_open in ((str(template), True), ("auto", False)):
+        chat, tokenizer = chat_of(tmp_path / str(is_open), "chatml", chat_template=own)
+        prompt = chat.prompt(request(thinking_token_budget=2))
+        limit = DecodeConfig().replaced(prompt.settings).thinking
+        expected = ThinkingConfig(2, "<think>", "</think>", f"\n\n{message}\n</think>\n\n", is_open)
+        assert limit == expected
+        thought = f"{'' if is_open else '<think>'}hm"
+        token_ids = tokenizer.encode(f"{thought}{limit.closing}Fine", False)
+        num_markers = len(tokenizer.encode(thought.removesuffix("hm"), False))
+        num_expected = len(tokenizer.encode(f"{thought}\n\n{message}", False)) - num_markers
+        assert num_reasoning_tokens(TokenTexts(tokenizer, False), token_ids, prompt.reader()) == num_expected
+    chat = Chat(tokenizer, ServeConfig(response_template="none"))
+    error = refused(chat, thinking_token_budget=2)
+    problem = "thinking_token_budget=2 is not allowed: this model's format (none) has no reasoning, leave it out"
+    assert (error.param, error.message) == ("thinking_token_budget", problem)
+    assert "thinking" not in chat.prompt(request()).settings
 
 
 def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_a_schema_without_a_schema_is_refused() -> None:
         (chat(response_format={"type": "json_object"}), "guide", "response_format"),
         (chat(structured_outputs={"regex": "("}), "guide", "structured_outputs"),
         (completion(use_beam_search=True), "num_beams", "use_beam_search"),
+        (chat(thinking_token_budget=5), "thinking.max_tokens", "thinking_token_budget"),
         (completion(), "num_beams", None),
         (completion(), "logit_bias", "logit_bias"),
         (completion(), None, None),
