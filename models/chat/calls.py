@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from models.chat.description import Body, CallFormat
+from models.chat.parts import PartWriter
 from models.chat.schemas import Parameters, is_string
 from models.chat.stream import SPACE, Reading, Sink, TextStream
 from models.chat.values import (
@@ -19,9 +19,6 @@ from models.chat.values import (
     read_json_value,
     read_python_arguments,
 )
-
-if TYPE_CHECKING:
-    from models.chat.reader import PartWriter
 
 FENCE = "```"
 MAX_NAME = 300
@@ -49,7 +46,7 @@ class Tools:
 class CallReader:
     """Reads the calls of one answer."""
 
-    def __init__(self, form: CallFormat, tools: Tools, stream: TextStream, writer: "PartWriter") -> None:
+    def __init__(self, form: CallFormat, tools: Tools, stream: TextStream, writer: PartWriter) -> None:
         self._form, self._tools, self._stream, self._writer = form, tools, stream, writer
         self._num_started = 0
         self._name, self._arguments = "", ""

@@ -4,14 +4,11 @@ gpt-oss writes them (github.com/openai/harmony, docs/format.md), and models whos
 """
 
 import re
-from typing import TYPE_CHECKING
 
 from models.chat.calls import MAX_NAME, CallReader
+from models.chat.parts import PartWriter
 from models.chat.stream import Reading, TextStream
 from models.chat.values import Malformed
-
-if TYPE_CHECKING:
-    from models.chat.reader import PartWriter
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>", START)
@@ -20,7 +17,7 @@ ITSELF = "self"
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
-def read_harmony(stream: TextStream, writer: "PartWriter", calls: CallReader | None) -> Reading[None]:
+def read_harmony(stream: TextStream, writer: PartWriter, calls: CallReader | None) -> Reading[None]:
     """Read messages until the answer ends. The channel `analysis` is reasoning, a recipient is a tool."""
     while True:
         header: list[str] = []

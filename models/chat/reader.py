@@ -10,9 +10,9 @@ from dataclasses import replace
 from models.chat.calls import CallReader, Tools
 from models.chat.description import Body, ChatFormat
 from models.chat.harmony import read_harmony
-from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
-from models.chat.special_tokens import SpecialTokens, Vocabulary, unquoted
-from models.chat.stream import SPACE, Reading, TextStream
+from models.chat.parts import Part, PartWriter
+from models.chat.special_tokens import SpecialTokens, Vocabulary
+from models.chat.stream import Reading, TextStream
 
 
 class AnswerReader:
@@ -36,7 +36,7 @@ class AnswerReader:
         self._writer = PartWriter(is_trimmed=form.answer is not None and form.answer.open.isspace())
         calls = form.calls if tools else None
         self._calls = CallReader(calls, tools, self._stream, self._writer) if tools and calls else None
-        self._tokens = SpecialTokens(dropped, form.literals, vocabulary)
+        self._tokens = SpecialTokens(dropped, vocabulary)
         self._reading: Reading[None] | None = self._read_answer()
         self._stream.add(begun)
 
@@ -123,68 +123,3 @@ class AnswerReader:
             elif (yield from self._calls.read(literal, self._writer.reasoning)):
                 break
         self._writer.begin_part()
-
-
-class PartWriter:
-    """Collects parts. White space around content and reasoning is dropped where another part begins."""
-
-    def __init__(self, is_trimmed: bool) -> None:
-        """`is_trimmed`: white space at the beginning of every answer is dropped."""
-        self._parts: list[Part] = []
-        self._space = ""
-        self._drops_space = is_trimmed
-        self._last: type[Content] | type[Reasoning] | None = None
-
-    @property
-    def at_line_start(self) -> bool:
-        return self._drops_space or self._space.endswith("\n") or self._last is None
-
-    def take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
-
-    def content(self, text: str) -> None:
-        self._add(Content, text)
-
-    def reasoning(self, text: str) -> None:
-        self._add(Reasoning, text)
-
-    def begin_part(self) -> None:
-        """Drop the white space before and behind this place."""
-        self._space, self._drops_space = "", True
-
-    def begin_call(self, name: str, id: str | None) -> None:
-        self.begin_part()
-        self._parts.append(CallStart(name, id))
-
-    def arguments(self, text: str) -> None:
-        text, last = unquoted(text), self._parts[-1] if self._parts else None
-        if isinstance(last, CallArguments):
-            self._parts[-1] = CallArguments(last.text + text)
-        elif text:
-            self._parts.append(CallArguments(text))
-
-    def end(self) -> None:
-        """Add the white space at the end of content."""
-        if self._last is not Reasoning and self._space and not self._drops_space:
-            self._append(Content, self._space)
-        self._space = ""
-
-    def _add(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Add text. White space at its end waits for the next text."""
-        text = self._space + unquoted(text)
-        if self._drops_space:
-            text = text.lstrip(SPACE)
-        stripped = text.rstrip(SPACE)
-        self._space = text[len(stripped) :]
-        if stripped:
-            self._drops_space = False
-            self._append(kind, stripped)
-
-    def _append(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        self._last = kind
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, kind):
-            self._parts[-1] = kind(last.text + text)
-        else:
-            self._parts.append(kind(text))

@@ -23,12 +23,12 @@ class Vocabulary(NamedTuple):
 class SpecialTokens:
     """Filters the special tokens in a text that arrives in pieces."""
 
-    def __init__(self, dropped: Iterable[str], literals: Iterable[str], vocabulary: Vocabulary | None) -> None:
-        """`dropped`: texts to remove. `literals`: the literals of the format, which stay."""
-        self._dropped = tuple(dropped)
-        self._markers = frozenset(vocabulary.markers.values()) if vocabulary else frozenset()
+    def __init__(self, dropped: Iterable[str], vocabulary: Vocabulary | None) -> None:
+        """`dropped`: texts to remove."""
+        removed = frozenset(dropped)
+        self._markers = frozenset(vocabulary.markers.values()) - removed if vocabulary else frozenset()
         self._vocabulary = vocabulary
-        self._texts = literal_set(tuple(sorted({*self._dropped, *self._markers})))
+        self._texts = literal_set(tuple(sorted(removed | self._markers)))
         self._held = ""
         self._num_text_bytes = self._num_token_bytes = 0
         self._places: dict[str, list[int]] = {}

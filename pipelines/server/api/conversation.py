@@ -1,8 +1,6 @@
 """Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
 
 import asyncio
-import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -16,15 +14,13 @@ from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from models.chat.calls import Tools
 from models.chat.description import ChatFormat
-from models.chat.reader import AnswerReader
-from models.chat.special_tokens import Vocabulary
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.server.api.chat_format import ServedFormat, served_format
+from pipelines.server.api.chat_prompt import ChatPrompt, vocabulary_of
 from pipelines.server.api.errors import bad_request, not_allowed, too_long
-from pipelines.server.api.message_reader import CallIds, MessageReader
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
@@ -33,37 +29,6 @@ NUM_THREADS = max(2, os.cpu_count() or 2)
 LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
 
 T = TypeVar("T")
-
-
-class ChatPrompt:
-    """The prompt of a chat request, and the parser settings of its answers."""
-
-    def __init__(
-        self,
-        text: str,
-        token_ids: list[int],
-        settings: dict[str, Any],
-        form: ChatFormat,
-        tools: Tools | None,
-        begun: str,
-        dropped: list[str],
-        vocabulary: Vocabulary,
-        num_calls: int,
-    ) -> None:
-        """`begun`, `dropped`, `vocabulary`: see AnswerReader. `num_calls`: number of calls in the conversation."""
-        self.text = text
-        self.token_ids = token_ids
-        self.settings = settings
-        """DecodeConfig settings that the tools and the reasoning require."""
-        self._form, self._tools, self._begun, self._dropped = form, tools, begun, dropped
-        self._vocabulary, self._num_calls = vocabulary, num_calls
-        self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
-        self._samples = itertools.count()
-
-    def reader(self) -> MessageReader:
-        """Return a parser for the answer of the next sample."""
-        reader = AnswerReader(self._form, self._tools, self._begun, self._dropped, self._vocabulary)
-        return MessageReader(reader, CallIds(self._form, f"{self._digest} {next(self._samples)}", self._num_calls))
 
 
 class Chat:
@@ -75,7 +40,7 @@ class Chat:
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
         self.format: ServedFormat = served_format(tokenizer, self._template, config.response_template)
-        self._markers = _markers(tokenizer, self.format.form) if tokenizer else {}
+        self._vocabulary = vocabulary_of(tokenizer, self.format.form) if tokenizer else None
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -138,14 +103,7 @@ class Chat:
         max_calls = 1 if request.parallel_tool_calls is False else None
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         callable_tools = Tools(parameters, max_calls) if offered else None
-        vocabulary = Vocabulary(self._markers, self._num_bytes)
-        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, vocabulary, num_calls)
-
-    def _num_bytes(self, token_id: int) -> int:
-        """Return the number of bytes that a token adds to an answer's text, without other special tokens."""
-        assert self.tokenizer
-        marker = self._markers.get(token_id)
-        return len(self.tokenizer.token_bytes(token_id) or b"" if marker is None else marker.encode())
+        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, self._vocabulary, num_calls)
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
@@ -221,17 +179,6 @@ class Chat:
             raise not_allowed("thinking_token_budget", budget, reason)
         start, end = form.reasoning.open.strip(), form.reasoning.close.strip()
         return thinking_setting(budget, start, end, begun == form.reasoning.open, form.limit_text or None)
-
-
-def _markers(tokenizer: Tokenizer, form: ChatFormat) -> dict[int, str]:
-    """Return the special tokens in a format's literals by id; none if the tokens have no fixed bytes."""
-    try:
-        tokenizer.token_bytes(0)
-    except UserError:
-        return {}
-    texts = [text for text in tokenizer.special_texts if any(text in literal for literal in form.literals)]
-    ids = {text: tokenizer.special_token_id(text) for text in texts}
-    return {id: text for text, id in ids.items() if id is not None}
 
 
 def _read_template(path: str) -> str:

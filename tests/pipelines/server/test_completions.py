@@ -5,16 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from models.tokenizers.answers import FORMATS, AnswerReader
 
 from conf.decoding import DecodeConfig
+from models.chat.entries import entries
+from models.chat.reader import AnswerReader
 from models.tokenizers import Tokenizer
 from pipelines.engine import Engine, Output
 from pipelines.loading.load_engine import load_engine
 from pipelines.replicas.engine_process.client import EngineClient
-from pipelines.server.api.conversation import MessageReader
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
+from pipelines.server.api.message_reader import CallIds, MessageReader
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import ChatRequest, CompletionRequest, Sampling
 from pipelines.server.api.writers import ChatWriter, CompletionWriter
@@ -64,7 +65,7 @@ class Asker:
         prompts = [self.tokenizer.encode(PROMPT, True)]
 
         def reader() -> MessageReader:
-            return MessageReader(AnswerReader(FORMATS["text"], [], False, []), "")
+            return MessageReader(AnswerReader(entries()["text"].form), CallIds(entries()["text"].form, "", 0))
 
         return self._ask(request, prompts, lambda generation: ChatWriter(generation, request, reader), last_event_id)
 

@@ -87,7 +87,7 @@ class Thinks:
     def __init__(self) -> None:
         self.held, self.is_over = "", False
 
-    def read(self, text: str) -> list[dict[str, str]]:
+    def read(self, text: str, token_ids: list[int]) -> list[dict[str, str]]:
         pieces = []
         for letter in text:
             if self.held and not self.is_over:
