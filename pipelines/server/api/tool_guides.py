@@ -20,6 +20,8 @@ MAX_COUNTED = 8
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 QUOTED_ID = r'/"[a-zA-Z0-9]{9}"/'
 """The ids that Mistral's models write."""
+LINES = r"/(?s:[ \t\r\n]*|.*\n)/"
+"""The text before a line."""
 HARMONY_NEXT = "<|start|>assistant"
 
 
@@ -214,11 +216,9 @@ class AnswerRules:
         if opening is None or not sign:
             return []
         parts = self.rules.literal.parts(sign)
-        if parts[0].startswith("<["):
-            return [joined(opening, r"/(?s:(.*\n)?)/", *parts, calls.after(sign))]
-        if len(parts) > 1:
+        if len(parts) > 1 and not parts[0].startswith("<["):
             return []
-        return [joined(opening, self.rules.until(f"\n{sign}"), calls.after(sign))]
+        return [joined(opening, self.rules.until(sign, LINES, is_limited=True), calls.after(sign))]
 
     def _free_answers(self, calls: CallRules) -> list[str]:
         """Return the expressions of any text, and of calls behind any text."""
