@@ -26,13 +26,15 @@ class Vocabulary:
     eos_token_id, bos_token_id = EOS, None
     special_token_ids = list(range(EOS, NUM_TOKENS))
 
-    def __init__(self, special_texts: Sequence[str]) -> None:
-        self.special_texts = list(special_texts)
+    def __init__(self, special_texts: Sequence[str], control_texts: Sequence[str] = ()) -> None:
+        self.special_texts, self.control_texts = list(special_texts), [*special_texts, *control_texts]
         self.tokens = [bytes([i]) for i in range(EOS)] + [f"<{i}>".encode() for i in self.special_token_ids]
 
     @classmethod
-    def of_format(cls, form: ChatFormat) -> "Vocabulary":
-        return cls(sorted({text for literal in form.literals for text in SPECIAL.findall(literal)}))
+    def of_format(cls, form: ChatFormat, has_special: bool = True) -> "Vocabulary":
+        """Return a vocabulary for a format, with or without special tokens."""
+        special = sorted({text for literal in form.literals for text in SPECIAL.findall(literal)})
+        return cls(special if has_special else [], [form.reasoning.open.strip()] if form.reasoning else [])
 
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError

@@ -202,13 +202,19 @@ class AnswerRules:
         return f"({opening} {rest})?" if opening else rest
 
     def _reasoning_opening(self) -> str | None:
-        """Return the expression of the reasoning's opening; "" if the prompt has it; None if there is no reasoning."""
+        """Return the expression of the reasoning's opening; "" if the prompt has it; None if there is no reasoning.
+
+        A model whose vocabulary has no token for the opening may share the format of another that reasons. It would
+        reason without end, because nothing else than calls may follow.
+        """
         span = self._form.reasoning
         if span is None or not span.close.strip() or span.close.strip() in self._begun:
             return None
         open = span.open.strip()
         is_begun = not open or self._begun.strip().endswith(open)
-        return "" if is_begun else f"{BLANKS}? {self.rules.literal(open)}"
+        if is_begun:
+            return ""
+        return f"{BLANKS}? {self.rules.literal(open)}" if self.rules.literal.has_token(open) else None
 
     def _calls_in_reasoning(self, calls: CallRules) -> list[str]:
         """Return the expression of calls in reasoning that is not closed, where the reader takes them: at a line."""
@@ -243,7 +249,7 @@ class AnswerRules:
         """Return the expression of texts that begin neither with reasoning nor with a call without an opening."""
         span, form = self._form.reasoning, calls.form
         others = []
-        if span and span.open.strip() and span.close.strip() not in self._begun:
+        if span and self._reasoning_opening():
             open = span.open.strip()
             others += [rf"[ \t\r\n]*{re.escape(open)}"] if len(self.rules.literal.parts(open)) == 1 else []
         if not form.opening.strip():

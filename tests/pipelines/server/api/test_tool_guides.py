@@ -126,7 +126,7 @@ def test_required_calls_match_and_are_read_back(name: str) -> None:
         '"',
     ]
     draw, num_read = random.Random(5), 0
-    for vocabulary in (Vocabulary.of_format(form), Vocabulary([])):
+    for vocabulary in (Vocabulary.of_format(form), Vocabulary.of_format(form, has_special=False)):
         grammar_of_calls = grammar(form, vocabulary, True, True)
         assert grammar_of_calls.matches(written(form, *calls))
         for wrong in ({"days": 3}, {"city": "a", "unit": "k"}, {"city": "a", "town": "b"}, {"city": "a", "days": "b"}):
@@ -169,7 +169,7 @@ def test_free_answers(name: str) -> None:
     call, wrong = written(form, Call("find", {"city": "a<b>"}, ID)), written(form, Call("find", {"town": "a<b>"}, ID))
     free = written(form, Call("any.thing", {"town": "a"}, ID))
     tools = tools_of(SCHEMAS, strict=("find",))
-    for vocabulary in (Vocabulary.of_format(form), Vocabulary([])):
+    for vocabulary in (Vocabulary.of_format(form), Vocabulary.of_format(form, has_special=False)):
         auto = grammar(form, vocabulary, False, True, tools=tools)
         right = [fine, before + call, before + free, thought + fine, thought + call, thought + before + call]
         assert [answer for answer in right if not auto.matches(answer)] == []
@@ -222,6 +222,17 @@ def test_reasoning_that_the_prompt_begins_or_has_ended() -> None:
                 ended = grammar(form, vocabulary, is_required, True, begun=thought)
                 assert ended.matches(call)
                 assert not (is_required and ended.matches(thought + call))
+
+
+def test_models_without_a_token_for_reasoning_call_at_once() -> None:
+    """A model that shares the format of another one that reasons would reason without end."""
+    form = FORMS["hermes"]
+    call = written(form, Call("find", {"city": "a"}))
+    for vocabulary, may_reason in ((Vocabulary([]), False), (Vocabulary([], ["<think>"]), True)):
+        required = grammar(form, vocabulary, True, True)
+        assert required.matches(call)
+        assert required.matches(f"<think>hm</think>{call}") is may_reason
+        assert grammar(form, vocabulary, False, True, tools=tools_of(SCHEMAS, ("find",))).matches(f"<think>{call}")
 
 
 def test_ids_that_calls_write() -> None:
