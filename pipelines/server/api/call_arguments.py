@@ -214,17 +214,22 @@ class ArgumentRules:
         return joined(quoted(f"{name}:") if name else f'{key} ":"', value)
 
     def _gemma(self, parameters: Parameters, schema: Any) -> str:
-        """Return the expression of a value in Gemma's form. Objects and references are rules, which may recur."""
+        """Return the expression of a value in Gemma's form. Values with references are rules, which may recur."""
         if (scalar := _scalar(schema)) is not None:
             return scalar
-        owner = "" if has_only(schema) else f"{id(parameters)} "
-        name, is_new = self._rules.name(f"gemma {owner}{json.dumps(schema)}", "value")
+        text = json.dumps(schema)
+        if "$ref" not in text and not has_only(schema):
+            return either(self._gemma_options(parameters, schema))
+        name, is_new = self._rules.name(f"gemma {id(parameters) if '$ref' in text else ''} {text}", "value")
         if is_new:
-            options = [form for option in parameters.options(schema) for form in self._gemma_forms(parameters, option)]
-            if not options:
-                raise parameters.refuse("no value that satisfies it", "correct it")
-            self._rules.put(name, " | ".join(dict.fromkeys(options)))
+            self._rules.put(name, either(self._gemma_options(parameters, schema)))
         return name
+
+    def _gemma_options(self, parameters: Parameters, schema: Any) -> list[str]:
+        options = [form for option in parameters.options(schema) for form in self._gemma_forms(parameters, option)]
+        if not options:
+            raise parameters.refuse("no value that satisfies it", "correct it")
+        return options
 
     def _gemma_forms(self, parameters: Parameters, schema: Schema) -> list[str]:
         """Return the expressions of the values of an alternative, by type."""
@@ -257,7 +262,7 @@ class ArgumentRules:
             raise parameters.refuse(f"minItems or maxItems over {MAX_ITEMS}", "give less")
         if most == 0:
             return '"[]"'
-        item = self._gemma(parameters, schema.get("items", {}))
+        item = self._rules.rule(self._gemma(parameters, schema.get("items", {})), "item")  # it is written twice
         end = "" if most is None else max(most - 1, 0)
         more = f'("," {item}){{{max(least - 1, 0)},{end}}}'
         return joined('"["', f"{item} {more}" if least else f"({item} {more})?", '"]"')

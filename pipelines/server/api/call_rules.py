@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable
 
-from conf.errors import UserError
 from conf.guides import MAX_BYTES, MAX_LARK_RULES
 from models.tokenizers.base import Tokenizer
 from pipelines.server.api.errors import bad_request
@@ -112,11 +111,8 @@ def either(expressions: Iterable[str]) -> str:
 
 def regex(text: str) -> str:
     """Return a regular expression as it stands between slashes in a grammar."""
-    try:
-        from llguidance import regex_to_lark
-    except ImportError as error:
-        raise UserError("decode.guide needs the package llguidance: pip install 'quintet[guide]'") from error
-    return str(regex_to_lark(text, use_ascii=""))
+    escapes = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda match: escapes.get(match[0], match[0]), text, flags=re.DOTALL)
 
 
 def searched(pattern: str) -> str:

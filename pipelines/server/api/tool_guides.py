@@ -17,6 +17,8 @@ __all__ = ["Literals", "after_reasoning", "tool_guide"]
 
 MAX_COUNTED = 8
 """Most calls of an answer whose form counts them: every call then has rules with its number."""
+MAX_CALLS = 64
+"""Most calls of another answer. Weak models repeat a call without end."""
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 QUOTED_ID = r'/"[a-zA-Z0-9]{9}"/'
 """The ids that Mistral's models write."""
@@ -110,7 +112,7 @@ class CallRules:
             return joined(first, self._call(0), close)
         if not self._is_counted:
             call = self._call(0)
-            return joined(first, call, f"({joined(between, call)})*", close)
+            return joined(first, call, f"({joined(between, call)}){{0,{MAX_CALLS - 1}}}", close)
         more = ""
         for index in reversed(range(1, MAX_COUNTED)):
             more = f"({joined(between, self._call(index), more)})?"
