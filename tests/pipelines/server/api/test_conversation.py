@@ -299,7 +299,7 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
     assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(conversation, None)[1]
 
 
-@pytest.mark.parametrize("style", ["chatml", "mistral"])
+@each("style", ["chatml", "mistral"])
 def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
     """With null in fields that the server lacks, an empty list of calls, and reasoning that was cut before an
     answer."""

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from llguidance import regex_to_lark
 
 from conf.errors import UserError
 from models.chat.calls import Tools
@@ -14,6 +15,7 @@ from models.chat.parts import CallArguments, CallStart, Content
 from models.chat.reader import AnswerReader
 from models.chat.writer import Call, write_calls
 from models.tokenizers.base import Tool
+from pipelines.server.api.call_rules import regex
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
 from tests.helpers.cases import each
@@ -222,12 +224,9 @@ def test_reasoning_that_the_prompt_begins_or_has_ended() -> None:
                 ended = grammar(form, vocabulary, is_required, True, begun=thought)
                 assert ended.matches(call)
                 assert not (is_required and ended.matches(thought + call))
-
-
-def test_models_without_a_token_for_reasoning_call_at_once() -> None:
-    """A model that shares the format of another one that reasons would reason without end."""
     form = FORMS["hermes"]
     call = written(form, Call("find", {"city": "a"}))
+    # A model without a token for the opening shares the format of another one that reasons: it calls at once.
     for vocabulary, may_reason in ((Vocabulary([]), False), (Vocabulary([], ["<think>"]), True)):
         required = grammar(form, vocabulary, True, True)
         assert required.matches(call)
@@ -313,6 +312,8 @@ def test_parameters_keep_their_schema(name: str) -> None:
         rules = grammar(form, vocabulary, True, True, tools=tools_of({"f": schema}))
         for arguments, is_right in [*((one, True) for one in right), *((one, False) for one in wrong)]:
             assert rules.matches(written(form, Call("f", arguments))) is is_right, (schema, arguments)
+    for pattern in ("a/b", r"\d+\w", "a\nb", r"[/]\/", r"\\/", "(?i)a", '"x"', "\\\\/\n"):
+        assert regex(pattern) == regex_to_lark(pattern, use_ascii="")
     named = tools_of({"f": {"properties": {"from": {"type": "string"}, "to": {"type": "string"}}}})
     reserved = name == "lfm2"  # Python has no keyword argument with this name, so it is left out
     rules = grammar(form, vocabulary, True, True, tools=named)
