@@ -3,12 +3,14 @@
 import json
 import keyword
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from conf.errors import shortened
 from conf.guides import CALL_SPACING
 from models.chat.description import Body, CallFormat
 from models.chat.schemas import is_string
+from models.chat.values import json_of_literal
 from pipelines.server.api.call_rules import Rules, either, joined, quoted, searched
 from pipelines.server.api.tool_schemas import Members, Parameters, Schema, has_only, kinds_of
 
@@ -20,6 +22,8 @@ KINDS = ["string", "number", "boolean", "null", "object", "array"]
 IMPLIED = (("properties", ["object"]), ("additionalProperties", ["object"]), ("items", ["array"]))
 """The types that a schema without `type` means, by a keyword."""
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BARE = r"""/(?s:[^ \t\r\n\-+0-9"'\[({.].*)/ & ~/(?s:[rRuU]["'].*|(true|false|null|True|False|None)[ \t]*([#,].*)?)/"""
+"""Strings that are neither JSON nor Python literals."""
 MAX_ITEMS = 256
 """Largest maxItems and minItems of an array that is written without JSON."""
 DAY = "(0[1-9]|[12][0-9]|3[01])"
@@ -143,7 +147,8 @@ class ArgumentRules:
         value = joined(self._json_value(parameters, schema), self._rules.literal(tag.value_close))
         if tag.is_string is None:
             is_raw = is_string(parameters.schema, name) or has_only(schema)
-            return joined(self._tagged(name, key, tag.key_close), text if is_raw and text else value)
+            forms = [text] if is_raw else [*self._bare_forms(parameters, schema)] if text else [value]
+            return joined(self._tagged(name, key, tag.key_close), either(forms))
         options = parameters.options(schema)
         has_others = any(kinds_of(option) != ["string"] for option in options)
         forms = [joined(self._tagged(name, key, tag.is_string), text)] if text else []
@@ -169,15 +174,35 @@ class ArgumentRules:
                 texts.append(self._until(close, option))
         return either(texts) if texts else ""
 
+    def _bare_forms(self, parameters: Parameters, schema: Any) -> Iterator[str]:
+        """Yield the expressions of a value that may be a string, where only its text shows its type.
+
+        A lexeme has all bare texts: llguidance would not end `null` where another lexeme can go on.
+        """
+        close = self._rules.literal(self._form.tag.value_close)
+        bare, words = list[str](), set[str]()
+        for option in parameters.options(schema):
+            values = option.get("enum", [option["const"]] if "const" in option else None)
+            if values is not None:
+                words |= {_bare_text(value) for value in values}
+                continue
+            for kind in kinds_of(option) or KINDS:
+                if kind in ("null", "boolean"):
+                    words |= {"null"} if kind == "null" else {"true", "false"}
+                    continue
+                yield joined(self._json_value(parameters, {**option, "type": kind}), close)
+                if kind == "string":
+                    bare.append(" & ".join([BARE, *(f"/{limit}/" for limit in _limits(option))]))
+        others = "|".join("".join(map(_escaped, word)) for word in sorted(words))
+        texts = [f"({text})" for text in bare] + ([f"/({others})/"] if others else [])
+        if texts:
+            yield self._rules.until(
+                self._form.tag.value_close, self._rules.rule(" | ".join(texts), "BARE"), is_limited=True
+            )
+
     def _until(self, close: str, schema: Schema) -> str:
         """Return the expression of the strings with a schema's pattern, format and length, and of the literal behind."""
-        limits = []
-        if "minLength" in schema or "maxLength" in schema:
-            limits.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
-        if "pattern" in schema:
-            limits.append(searched(schema["pattern"]))
-        if (form := FORMATS.get(schema.get("format", ""))) is not None:
-            limits.append(form)
+        limits = _limits(schema)
         if not limits:
             return self._rules.until(close)
         expression = " & ".join(f"/{limit}/" for limit in limits)
@@ -189,17 +214,22 @@ class ArgumentRules:
         return joined(quoted(f"{name}:") if name else f'{key} ":"', value)
 
     def _gemma(self, parameters: Parameters, schema: Any) -> str:
-        """Return the expression of a value in Gemma's form. Objects and references are rules, which may recur."""
+        """Return the expression of a value in Gemma's form. Values with references are rules, which may recur."""
         if (scalar := _scalar(schema)) is not None:
             return scalar
-        owner = "" if has_only(schema) else f"{id(parameters)} "
-        name, is_new = self._rules.name(f"gemma {owner}{json.dumps(schema)}", "value")
+        text = json.dumps(schema)
+        if "$ref" not in text and not has_only(schema):
+            return either(self._gemma_options(parameters, schema))
+        name, is_new = self._rules.name(f"gemma {id(parameters) if '$ref' in text else ''} {text}", "value")
         if is_new:
-            options = [form for option in parameters.options(schema) for form in self._gemma_forms(parameters, option)]
-            if not options:
-                raise parameters.refuse("no value that satisfies it", "correct it")
-            self._rules.put(name, " | ".join(dict.fromkeys(options)))
+            self._rules.put(name, either(self._gemma_options(parameters, schema)))
         return name
+
+    def _gemma_options(self, parameters: Parameters, schema: Any) -> list[str]:
+        options = [form for option in parameters.options(schema) for form in self._gemma_forms(parameters, option)]
+        if not options:
+            raise parameters.refuse("no value that satisfies it", "correct it")
+        return options
 
     def _gemma_forms(self, parameters: Parameters, schema: Schema) -> list[str]:
         """Return the expressions of the values of an alternative, by type."""
@@ -232,7 +262,7 @@ class ArgumentRules:
             raise parameters.refuse(f"minItems or maxItems over {MAX_ITEMS}", "give less")
         if most == 0:
             return '"[]"'
-        item = self._gemma(parameters, schema.get("items", {}))
+        item = self._rules.rule(self._gemma(parameters, schema.get("items", {})), "item")  # it is written twice
         end = "" if most is None else max(most - 1, 0)
         more = f'("," {item}){{{max(least - 1, 0)},{end}}}'
         return joined('"["', f"{item} {more}" if least else f"({item} {more})?", '"]"')
@@ -247,6 +277,28 @@ class ArgumentRules:
         if isinstance(value, list):
             return joined('"["', ' "," '.join(map(self._gemma_constant, value)), '"]"')
         return quoted(json.dumps(value))
+
+
+def _limits(schema: Schema) -> list[str]:
+    """Return the regular expressions of a string's length, pattern and format."""
+    limits = []
+    if "minLength" in schema or "maxLength" in schema:
+        limits.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+    if "pattern" in schema:
+        limits.append(searched(schema["pattern"]))
+    if (form := FORMATS.get(schema.get("format", ""))) is not None:
+        limits.append(form)
+    return limits
+
+
+def _bare_text(value: Any) -> str:
+    """Return the text that the reader of bare values takes for a value: a string without quotes if it may be so."""
+    text = json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) and json_of_literal(value) == text else text
+
+
+def _escaped(char: str) -> str:
+    return char if char.isalnum() or not char.isascii() else f"\\x{ord(char):02x}"
 
 
 def _scalar(schema: Any) -> str | None:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable
 
-from conf.errors import UserError
 from conf.guides import MAX_BYTES, MAX_LARK_RULES
 from models.tokenizers.base import Tokenizer
 from pipelines.server.api.errors import bad_request
@@ -21,11 +20,16 @@ class Literals:
     def __init__(self, tokenizer: Tokenizer, literals: Iterable[str]) -> None:
         """`literals`: the special tokens that occur in these texts are written as tokens."""
         texts = list(literals)
+        self._control_texts = tokenizer.control_texts
         names = [name for name in tokenizer.special_texts if any(name in text for text in texts)]
         ids = {name: tokenizer.special_token_id(name) for name in names}
         self._ids = {name: id for name, id in ids.items() if id is not None}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else "(?!)")
+
+    def has_token(self, text: str) -> bool:
+        """Return whether the vocabulary has a token of its own, special or not, for a part of a text."""
+        return any(name.strip() and name in text for name in self._control_texts)
 
     def parts(self, text: str) -> list[str]:
         """Return the expressions of a text in order: texts, and tokens such as `<[5]>`."""
@@ -107,11 +111,8 @@ def either(expressions: Iterable[str]) -> str:
 
 def regex(text: str) -> str:
     """Return a regular expression as it stands between slashes in a grammar."""
-    try:
-        from llguidance import regex_to_lark
-    except ImportError as error:
-        raise UserError("decode.guide needs the package llguidance: pip install 'quintet[guide]'") from error
-    return str(regex_to_lark(text, use_ascii=""))
+    escapes = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda match: escapes.get(match[0], match[0]), text, flags=re.DOTALL)
 
 
 def searched(pattern: str) -> str:

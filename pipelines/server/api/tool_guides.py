@@ -17,9 +17,13 @@ __all__ = ["Literals", "after_reasoning", "tool_guide"]
 
 MAX_COUNTED = 8
 """Most calls of an answer whose form counts them: every call then has rules with its number."""
+MAX_CALLS = 64
+"""Most calls of another answer. Weak models repeat a call without end."""
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 QUOTED_ID = r'/"[a-zA-Z0-9]{9}"/'
 """The ids that Mistral's models write."""
+LINES = r"/(?s:[ \t\r\n]*|.*\n)/"
+"""The text before a line."""
 HARMONY_NEXT = "<|start|>assistant"
 
 
@@ -89,6 +93,11 @@ class CallRules:
             self._tools.append((function["name"], parameters))
 
     @property
+    def sign(self) -> str:
+        """The literal by which the reader knows that calls begin; "" if they begin an answer."""
+        return self.form.opening.strip().split("\n")[0].strip()
+
+    @property
     def names(self) -> list[str]:
         return [name for name, _ in self._tools]
 
@@ -103,7 +112,7 @@ class CallRules:
             return joined(first, self._call(0), close)
         if not self._is_counted:
             call = self._call(0)
-            return joined(first, call, f"({joined(between, call)})*", close)
+            return joined(first, call, f"({joined(between, call)}){{0,{MAX_CALLS - 1}}}", close)
         more = ""
         for index in reversed(range(1, MAX_COUNTED)):
             more = f"({joined(between, self._call(index), more)})?"
@@ -172,33 +181,56 @@ class AnswerRules:
             return self._harmony(calls, is_required, guide)
         if calls and self._begun and self._begun == calls.form.call.open:
             return calls.after((calls.form.section.open + self._begun).lstrip())
-        reasoning = joined(self._reasoning(), f"{BLANKS}?")
         if is_required:
             assert calls
-            return joined(reasoning, calls.after(""))
-        if guide is not None:
+            answers = [calls.after("")]
+        elif guide is not None:
             before, behind = self._answer_literals()
-            text = joined(before, self._guided(guide), behind)
-            return joined(reasoning, either([calls.after(""), text] if calls else [text]))
-        assert calls
-        return joined(reasoning, either(self._free_answers(calls)))
+            answers = [calls.after("")] if calls else []
+            answers.append(joined(before, self._guided(guide), behind))
+        else:
+            assert calls
+            answers = self._free_answers(calls)
+        answer = joined(self._reasoning(), f"{BLANKS}?", either(answers))
+        return either([answer, *self._calls_in_reasoning(calls)] if calls else [answer])
 
     def _reasoning(self) -> str:
         """Return the expression of the reasoning: of its rest if the prompt begins it, else optional; "" if none."""
+        opening = self._reasoning_opening()
+        if opening is None:
+            return ""
+        assert self._form.reasoning
+        rest = self.rules.until(self._form.reasoning.close.strip())
+        return f"({opening} {rest})?" if opening else rest
+
+    def _reasoning_opening(self) -> str | None:
+        """Return the expression of the reasoning's opening; "" if the prompt has it; None if there is no reasoning.
+
+        A model whose vocabulary has no token for the opening may share the format of another that reasons. It would
+        reason without end, because nothing else than calls may follow.
+        """
         span = self._form.reasoning
-        if span is None or not span.close.strip():
+        if span is None or not span.close.strip() or span.close.strip() in self._begun:
+            return None
+        open = span.open.strip()
+        is_begun = not open or self._begun.strip().endswith(open)
+        if is_begun:
             return ""
-        open, close = span.open.strip(), span.close.strip()
-        if close in self._begun:
-            return ""
-        rest = self.rules.until(close)
-        if not open or self._begun.strip().endswith(open):
-            return rest
-        return f"({BLANKS}? {self.rules.literal(open)} {rest})?"
+        return f"{BLANKS}? {self.rules.literal(open)}" if self.rules.literal.has_token(open) else None
+
+    def _calls_in_reasoning(self, calls: CallRules) -> list[str]:
+        """Return the expression of calls in reasoning that is not closed, where the reader takes them: at a line."""
+        opening, sign = self._reasoning_opening(), calls.sign
+        if opening is None or not sign:
+            return []
+        parts = self.rules.literal.parts(sign)
+        if len(parts) > 1 and not parts[0].startswith("<["):
+            return []
+        return [joined(opening, self.rules.until(sign, LINES, is_limited=True), calls.after(sign))]
 
     def _free_answers(self, calls: CallRules) -> list[str]:
         """Return the expressions of any text, and of calls behind any text."""
-        sign = calls.form.opening.strip().split("\n")[0].strip()
+        sign = calls.sign
         text = self._free_text(calls)
         literals = self._answer_literals()
         before, behind = (literal if "<[" in literal else "" for literal in literals)  # the text holds other literals
@@ -219,7 +251,7 @@ class AnswerRules:
         """Return the expression of texts that begin neither with reasoning nor with a call without an opening."""
         span, form = self._form.reasoning, calls.form
         others = []
-        if span and span.open.strip() and span.close.strip() not in self._begun:
+        if span and self._reasoning_opening():
             open = span.open.strip()
             others += [rf"[ \t\r\n]*{re.escape(open)}"] if len(self.rules.literal.parts(open)) == 1 else []
         if not form.opening.strip():

@@ -27,7 +27,7 @@ COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 SHAPES: dict[str, type] = {
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "enum", "required"), list),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), int),
-    **dict.fromkeys(("type", "pattern"), str),
+    **dict.fromkeys(("type", "pattern", "format"), str),
     "properties": dict,
 }
 """The types of values by keyword."""
@@ -69,8 +69,8 @@ class Parameters:
 
     def options(self, schema: Any, depth: int = 0) -> list[Schema]:
         """Return the alternatives of a schema, without references and without anyOf, oneOf and allOf."""
-        if not isinstance(schema, dict):
-            return [] if schema is False else [{}]
+        if isinstance(schema, bool):
+            return [{}] if schema else []
         self._check_shape(schema)
         rest = {name: value for name, value in schema.items() if name not in COMBINING}
         if depth > MAX_STEPS:
@@ -89,11 +89,13 @@ class Parameters:
     def members(self, schema: Schema) -> Members:
         """Return the properties of an alternative that is an object. Raises ApiError for other limits on objects."""
         self.check(schema)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        required = schema.get("required", [])
+        properties = {name: value for name, value in schema.get("properties", {}).items() if value is not False}
         additional = schema.get("additionalProperties", None if properties else {})
         additional = None if additional is False else additional
         missing = [name for name in required if name not in properties]
-        if missing and additional is None and "additionalProperties" in schema:
+        is_closed = additional is None and "additionalProperties" in schema
+        if missing and (is_closed or missing[0] in schema.get("properties", {})):
             raise self.refuse(f"the required property {shortened(missing[0])} without a schema", "describe it")
         others = dict.fromkeys(missing, {} if additional is None else additional)
         return Members({**properties, **others}, frozenset(required), additional)
@@ -104,14 +106,18 @@ class Parameters:
             if name in schema:
                 raise self.refuse(f"the keyword {name}", "leave it out")
 
-    def _check_shape(self, schema: Schema) -> None:
-        """Raise ApiError (400) for a keyword whose value has the wrong type."""
+    def _check_shape(self, schema: Any) -> None:
+        """Raise ApiError (400) for what is no schema, and for a keyword whose value has the wrong type."""
+        if not isinstance(schema, dict):
+            raise bad_request(f"{self._param} cannot be used: {shortened(repr(schema))} is no schema", self._param)
         for name, kind in SHAPES.items():
             if name not in schema:
                 continue
             value = schema[name]
-            is_right = type(value) is kind or (name == "type" and isinstance(value, list))
-            if not is_right or (name == "required" and not all(isinstance(text, str) for text in value)):
+            is_right = type(value) is kind or (name == "type" and type(value) is list)
+            if name in ("type", "required") and is_right:
+                is_right = all(isinstance(text, str) for text in value)
+            if not is_right:
                 raise bad_request(f"{self._param} cannot be used: {name}={shortened(repr(value))}", self._param)
 
     def target(self, reference: Any) -> Any:
@@ -179,6 +185,9 @@ class Parameters:
                 merged[name] = kinds if len(kinds) > 1 else kinds[0]
             elif name == "properties":
                 merged[name] = {**left, **right}
+                for part in (one, other):
+                    if part.get("additionalProperties") is False:
+                        merged[name] |= dict.fromkeys(merged[name].keys() - part["properties"].keys(), False)
             elif name == "required":
                 merged[name] = list(dict.fromkeys([*left, *right]))
             elif left != right and name not in NOTES:

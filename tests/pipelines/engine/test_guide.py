@@ -23,7 +23,6 @@ from tests.helpers.cases import each
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.guides import GUIDES, keeps_to
 from tests.helpers.small_tokenizers import byte_fallback, save
-from tests.helpers.tiers import tiers
 
 DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
 SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
@@ -290,10 +289,7 @@ def test_a_guide_beyond_the_limits_of_a_step_fails_alone(chatty: Path, monkeypat
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
-@pytest.mark.parametrize(
-    "name",
-    tiers(["llama2", "gpt2", "chatglm-6b", "llama3", "qwen2"], ["llama2", "gpt2"], ["chatglm-6b", "llama3", "qwen2"]),
-)
+@each("name", ["llama2", "gpt2", "chatglm-6b", "llama3", "qwen2"], quick=["llama2", "gpt2"])
 def test_real_vocabularies(name: str) -> None:
     """Every token that begins a choice is allowed, also two with equal bytes. Only Lark names special tokens."""
     tokenizer = load_tokenizer(SHARED / "data" / "tokenizers" / name)

@@ -15,6 +15,7 @@ from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
 from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, generate, run_config, write_llama
+from tests.helpers.cases import each
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are recorded where the C++ kernels are")
 
@@ -166,8 +167,7 @@ PROMPTS = [list(range(3 + i, 24 + i)) for i in range(5)]  # one shape, or chunks
 EVERYTHING = DecodeConfig(max_new_tokens=3, logprobs=5, ignore_eos=True, prefix_cache=False)
 
 
-@pytest.mark.parametrize("prompt_logprobs", [None, 2])
-@pytest.mark.parametrize("max_batched_tokens", [2048, 7], ids=["whole", "chunks"])
+@each("max_batched_tokens, prompt_logprobs", [(2048, None), (2048, 2), (7, None), (7, 2)])
 def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
     engine_of: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,

@@ -237,7 +237,9 @@ def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
     assert read(chat, text) == {"reasoning_content": "hm", "content": "Fine"}
     lark = chat.prompt(request(tools=TOOLS, tool_choice="required")).settings["guide"]["lark"]
     assert matches(tokenizer, lark, f"hm </think>\n\n{CALLS['chatml']}")
-    assert not matches(tokenizer, lark, CALLS["chatml"])
+    assert matches(tokenizer, lark, CALLS["chatml"])  # a call at a line's beginning ends the reasoning
+    assert not matches(tokenizer, lark, CALLS["chatml"].replace("city", "town"))
+    assert not matches(tokenizer, lark, f"hm {ONE_CALL['chatml'].replace('f', 'clock').replace('ARGUMENTS', '{}')}")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
     lark = chat.prompt(request(response_format=form)).settings["guide"]["lark"]
     assert matches(tokenizer, lark, f"hm</think>\n{ARGUMENTS}")
@@ -297,7 +299,7 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
     assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(conversation, None)[1]
 
 
-@pytest.mark.parametrize("style", ["chatml", "mistral"])
+@each("style", ["chatml", "mistral"])
 def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
     """With null in fields that the server lacks, an empty list of calls, and reasoning that was cut before an
     answer."""
