@@ -179,7 +179,14 @@ class CallReader:
             elif self._num_started == num_before:
                 raise Malformed
             else:
+                self._skip_cut_closer()
                 return
+
+    def _skip_cut_closer(self) -> None:
+        """Skip the beginning of a closing literal at which the answer was cut."""
+        rest = self._stream.text[self._stream.position :]
+        if self._stream.is_complete and any(text.startswith(rest) for text in self._call_close + self._section_close):
+            self._stream.position = len(self._stream.text)
 
     def _around_list(self, text: str) -> list[str]:
         """Return the lines of a literal around all calls, without the bracket of a list."""

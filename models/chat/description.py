@@ -5,7 +5,7 @@ checkpoint is executed, and none of its regular expressions is used.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
@@ -115,6 +115,15 @@ class ChatFormat:
     calls: CallFormat | None = None
     stops: tuple[str, ...] = ()
     """Texts of tokens that end an answer, besides EOS."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether every answer consists of messages with headers."""
+        return self.calls is not None and self.calls.body is Body.harmony
+
+    def without_calls(self) -> "ChatFormat":
+        """Return the format for requests without tools, in which calls are content."""
+        return self if self.has_messages else replace(self, calls=None)
 
     @property
     def beginnings(self) -> list[str]:

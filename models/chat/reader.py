@@ -5,10 +5,9 @@ their sum does not depend on how the answer is cut. Nothing that was passed on i
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from models.chat.calls import CallReader, Tools
-from models.chat.description import Body, ChatFormat
+from models.chat.description import ChatFormat
 from models.chat.harmony import read_harmony
 from models.chat.parts import Part, PartWriter
 from models.chat.special_tokens import SpecialTokens, Vocabulary
@@ -31,7 +30,7 @@ class AnswerReader:
         `dropped`: special tokens to remove from the text, if the tokenizer has not removed them. `vocabulary`: tells a
         special token from text that spells it. Without tools, calls are content.
         """
-        self._form = form if tools else replace(form, calls=None)
+        self._form = form if tools else form.without_calls()
         self._stream = TextStream()
         self._writer = PartWriter(is_trimmed=form.answer is not None and form.answer.open.isspace())
         calls = form.calls if tools else None
@@ -73,7 +72,7 @@ class AnswerReader:
 
     def _read_answer(self) -> Reading[None]:
         """Read text, reasoning and calls in turn until the answer ends."""
-        if self._form.calls and self._form.calls.body is Body.harmony:
+        if self._form.has_messages:
             yield from read_harmony(self._stream, self._writer, self._calls)
             return
         reasoning, answer = self._form.reasoning, self._form.answer

@@ -124,8 +124,9 @@ def json_of_literal(text: str) -> str:
     """Return a bare value as JSON: null, true, a number, JSON or a Python literal; anything else is a string."""
     text = text.strip()
     try:
-        return json_of(json.loads(text, parse_constant=_refuse))
-    except (ValueError, RecursionError, Malformed):
+        json.loads(text, parse_constant=_refuse)
+        return text
+    except (ValueError, RecursionError):
         pass
     try:
         return json_of(literal_value(ast.parse(text, mode="eval").body))

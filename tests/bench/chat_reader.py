@@ -61,7 +61,7 @@ def decode_us(engine: Engine) -> float:
     decode = DecodeConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.request(i, [100 + i] * 16, decode) for i in range(STREAMS)]
     start = time.perf_counter()
-    engine.generate(requests)
+    list(engine.generate(requests))
     return round((time.perf_counter() - start) / (STREAMS * NEW_TOKENS) * 1e6, 1)
 
 

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +92,7 @@ class Chat:
         if offered and not self.format.form.calls:
             message = f"this model's calls of tools cannot be read ({self.format.reason})"
             raise bad_request(f"{message}: leave tools out, or give tool_choice=none", "tools")
-        form = self.format.form if offered else replace(self.format.form, calls=None)
+        form = self.format.form if offered else self.format.form.without_calls()
         begun = next((literal for literal in form.beginnings if text.rstrip().endswith(literal.strip())), "")
         num_calls = sum(len(getattr(message, "tool_calls", None) or []) for message in request.messages)
         settings = self._settings(request, offered, form, begun, num_calls)
@@ -165,11 +164,16 @@ class Chat:
             allowed = {i: tool for i, tool in enumerate(tools) if named in (None, tool["function"]["name"])}
             is_parallel = request.parallel_tool_calls is not False
             settings["guide"] = tool_guide(form, allowed, literal, is_required, is_parallel, begun, guide, num_calls)
-        elif guide and begun:
+        elif guide and (begun or form.answer or form.has_messages or self._may_reason(form)):
             settings["guide"] = after_reasoning(guide, form, literal, begun)
         if request.thinking_token_budget is not None:
             settings["thinking"] = self._thinking(request.thinking_token_budget, begun)
         return settings
+
+    def _may_reason(self, form: ChatFormat) -> bool:
+        """Return whether the model may begin reasoning by itself: it has a token for that."""
+        assert self.tokenizer
+        return form.reasoning is not None and form.reasoning.open.strip() in self.tokenizer.control_texts
 
     def _thinking(self, budget: int, begun: str) -> dict[str, Any]:
         """Return the setting `thinking` of a request with a budget. Raises ApiError for a format without reasoning."""

@@ -147,6 +147,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("gpt_oss", "<|channel|>final<|message|>Fine<|return|>", [Content("Fine")]),
     ("gpt_oss", " to=functions.clock<|channel|>commentary json<|message|>{}<|call|>", [CLOCK]),
     ("gpt_oss", "<|channel|>commentary to=functions.no <|message|>{}<|call|>", [Content("{}")]),
+    ("qwen3_coder", x("exec", ("a", "1e999"), ("b", "[1, 2]")), [("exec", {"a": float("inf"), "b": [1, 2]}, None)]),
     ("text", "<think>a</think>b <tool_call>", [Reasoning("a"), Content("b <tool_call>")]),
     ("none", "<think>a</think>", [Content("<think>a</think>")]),
 ]
@@ -234,6 +235,11 @@ def test_answers_of_bug_reports(report: str) -> None:
     assert answer(form, text, **options) == expected
 
 
+def test_messages_with_headers_are_read_without_tools() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Fine<|return|>"
+    assert answer("gpt_oss", text, tools=None) == [Reasoning("hm"), Content("Fine")]
+
+
 def test_arguments_arrive_before_their_call_is_complete() -> None:
     """vllm#30439: a long string arrives in pieces, in every body that can stream it."""
     for form, opening in (
@@ -263,6 +269,7 @@ def test_an_answer_that_is_cut_leaves_its_arguments_cut() -> None:
         assert reader.has_cut_call
     ended = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"'
     assert answer("hermes", ended) == [PARIS]  # the model ended: only brackets are missing
+    assert answer("hermes", hermes("clock", "{}")[:-3], is_cut=True) == [CLOCK]  # within the closing literal
     for nothing_out in ('<tool_call>\n{"name": "weath', "<tool_call>\n<function=wea"):
         assert answer("hermes", nothing_out, is_cut=True) == [Content(nothing_out)]
 
