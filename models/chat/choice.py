@@ -1,0 +1,93 @@
+"""Choose the chat format of a template: a written entry, the probe's description, or none."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from conf.errors import UserError, shortened
+from models.chat.description import ChatFormat
+from models.chat.entries import entries, matching_entries
+from models.chat.history import HistoryForm
+from models.chat.needles import CONTENT, Render, Renderings, answer, user
+from models.chat.probe import Turn, derive, find_reasoning, histories, settled, turn_of
+from models.chat.readback import reads_back
+from models.chat.switch import Switch, find_switch
+
+PROBED = "probed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chat format in use, and how it was found."""
+
+    name: str
+    form: ChatFormat
+    origin: str
+    """entry, probe or refused."""
+    reason: str = ""
+    """Why tools are refused."""
+    history: HistoryForm = HistoryForm()
+    switch: Switch | None = None
+    num_renderings: int = 0
+
+
+def choose(
+    render: Render, template: str, control_tokens: Collection[str], names: Collection[str] = ()
+) -> Choice:
+    """Return the format of a template.
+
+    `control_tokens`: texts of the vocabulary's control tokens. `names`: the variables that the template reads. An
+    entry must match the template or the vocabulary and read the template's calls; then the probe's description must.
+    """
+    renderings = Renderings(render)
+    matching = matching_entries(template, control_tokens)
+    try:
+        choice = _read_choice(renderings, template, matching) or _unread_choice(renderings, template, matching)
+        choice = replace(choice, switch=find_switch(renderings, names, choice.form.reasoning))
+    except UserError as error:
+        choice = Choice(PROBED, ChatFormat(), "refused", shortened(str(error)))
+    return replace(choice, num_renderings=renderings.count)
+
+
+def _read_choice(renderings: Renderings, template: str, matching: list[str]) -> Choice | None:
+    """Return the first description that reads back the calls that a template writes."""
+    for kind in ("entry", "probe"):
+        for history in histories(renderings):
+            turn = turn_of(renderings, history)
+            if turn is None:
+                continue
+            for name, form in _forms(kind, renderings, history, turn, template, matching):
+                if reads_back(renderings, form, history, turn):
+                    return Choice(name, form, kind, history=settled(renderings, history))
+    return None
+
+
+def _forms(
+    kind: str, renderings: Renderings, history: HistoryForm, turn: Turn, template: str, matching: list[str]
+) -> Iterator[tuple[str, ChatFormat]]:
+    if kind == "entry":
+        yield from ((name, entries()[name].form) for name in matching)
+    elif form := derive(renderings, history, turn, template):
+        yield PROBED, form
+
+
+def _unread_choice(renderings: Renderings, template: str, matching: list[str]) -> Choice:
+    """Return the choice for a template whose calls are not read back.
+
+    If it writes no calls, an entry that matches writes them into the content of the history.
+    """
+    is_plain = renderings.text([user(), answer(CONTENT)]) is not None
+    is_written = next(histories(renderings), None) is not None
+    if matching and is_plain and not is_written:
+        form = entries()[matching[0]].form
+        history = settled(renderings, HistoryForm(written=form.calls))
+        return Choice(matching[0], form, "entry", history=history)
+    history = settled(renderings, HistoryForm())
+    turn = turn_of(renderings, history)
+    reasoning = find_reasoning(renderings, history, turn, template) if turn else None
+    if is_written:
+        reason = "the calls that its chat template writes cannot be read back"
+    elif renderings.first_error:
+        reason = shortened(renderings.first_error)
+    else:
+        reason = "its chat template writes no calls"
+    return Choice(PROBED, ChatFormat(reasoning), "refused", reason, history)

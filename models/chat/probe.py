@@ -1,0 +1,222 @@
+"""Derive the description of a chat format from a template, by rendering conversations with needles."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from models.chat.cuts import are_twins, common_end, common_start, first_marker_end, last_marker
+from models.chat.description import Body, CallFormat, ChatFormat, Span
+from models.chat.history import HistoryForm, Ids, Message, NoContent
+from models.chat.locate import Place, locate
+from models.chat.needles import (
+    ARGUMENTS,
+    CONTENT,
+    FIRST,
+    REASONING,
+    RESULT,
+    SECOND,
+    SECOND_USER,
+    USER,
+    Renderings,
+    answer,
+    call,
+    call_id,
+    user,
+)
+
+PAIRS = (Span("<think>", "</think>"), Span("[THINK]", "[/THINK]"), Span("<seed:think>", "</seed:think>"))
+"""Markers of reasoning that templates mention without writing them around an earlier answer's reasoning."""
+LONG_ID = "call_zq0123456789abcdef"
+CALLS = [call(FIRST, ARGUMENTS, 0), call(SECOND, ARGUMENTS, 1)]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a template writes around an answer, behind the user's text."""
+
+    header: str
+    ending: str
+
+
+def histories(renderings: Renderings) -> Iterator[HistoryForm]:
+    """Yield the forms of the history in which a template writes calls, likeliest first."""
+    for max_calls, no_content, is_text in product((None, 1), NoContent, (False, True)):
+        history = HistoryForm(no_content, is_text, max_calls=max_calls)
+        if has_calls(renderings, history):
+            yield history
+        elif has_calls(renderings, counted := replace(history, ids=Ids.counted), is_known=True):
+            yield counted
+    if has_calls(renderings, flat := HistoryForm(is_flat=True, max_calls=1)):
+        yield flat
+
+
+def has_calls(renderings: Renderings, history: HistoryForm, is_known: bool = False) -> bool:
+    """Return whether the template writes the names and arguments of an answer's calls, and no "None" for its content.
+
+    `is_known`: only the ids of the calls were written before, so that another rendering may show the names.
+    """
+    calls = CALLS[: history.max_calls]
+    if is_known and call_id(0) not in (tail_of(renderings, [answer(None, calls)], HistoryForm()) or ""):
+        return False
+    tail = tail_of(renderings, [answer(None, calls)], history) or ""
+    names = [item["function"]["name"] for item in calls]
+    return all(name in tail for name in names) and "None" not in tail[: tail.find(FIRST)]
+
+
+def tail_of(renderings: Renderings, messages: Sequence[Message], history: HistoryForm) -> str | None:
+    """Return the text behind the user's message; None if the template refuses the messages."""
+    return renderings.behind(USER, [user(), *messages], history)
+
+
+def settled(renderings: Renderings, history: HistoryForm) -> HistoryForm:
+    """Return a form of the history whose ids and reasoning the template takes, too."""
+    if history.ids is Ids.sent:
+        long = call(FIRST, ARGUMENTS, 0) | {"id": LONG_ID}
+        result = {"role": "tool", "tool_call_id": LONG_ID, "name": FIRST, "content": RESULT}
+        messages = [user(), answer(None, [long]), result]
+        if renderings.text(messages, history) is None:
+            short = replace(history, ids=Ids.short)
+            history = short if renderings.text(messages, short) is not None else history
+    messages = [user(), answer(CONTENT, reasoning=REASONING)]
+    plain = [user(), answer(CONTENT)]
+    is_refused = renderings.text(messages, history) is None and renderings.text(plain, history) is not None
+    return replace(history, drops_reasoning=is_refused)
+
+
+def turn_of(renderings: Renderings, history: HistoryForm) -> Turn | None:
+    """Return what a template writes around every answer; None if it refuses plain answers."""
+    last = tail_of(renderings, [answer(CONTENT)], history)
+    earlier = renderings.behind(USER, [user(), answer(CONTENT), user(SECOND_USER)], history)
+    reasoned = tail_of(renderings, [answer(CONTENT, reasoning=REASONING)], history)
+    calls = tail_of(renderings, [answer(None, CALLS[: history.max_calls])], history)
+    if last is None:
+        return None
+    ending = common_end(last, calls) if calls else last[last.rfind(CONTENT) + len(CONTENT) :]
+    return Turn(common_start(last, *(text for text in (earlier, reasoned, calls) if text)), ending)
+
+
+def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> ChatFormat | None:
+    """Return the description of the format in which a template writes answers; None if its calls are not readable."""
+    text = tail_of(renderings, [answer(None, CALLS[: history.max_calls])], history) or ""
+    first = locate(text, FIRST, call_id(0))
+    if not first or first.start < len(turn.header):
+        return None
+    second = None if history.max_calls else locate(text, SECOND, call_id(1), first.end)
+    if not second and not history.max_calls:
+        return None
+    reasoning = find_reasoning(renderings, history, turn, template)
+    calls, stops = _calls(text, turn, [first, second] if second else [first], reasoning)
+    answer_span = _answer(renderings, history, turn, reasoning, calls)
+    return ChatFormat(reasoning, answer_span, calls, stops)
+
+
+def find_reasoning(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> Span | None:
+    """Return the literals around reasoning. The opening is empty if every prompt begins the reasoning without one."""
+    variants = [[answer(CONTENT, reasoning=REASONING)], [answer(None, CALLS[:1], REASONING)]]
+    for messages in variants:
+        text = tail_of(renderings, messages, history) or ""
+        start = text.find(REASONING)
+        if start < len(turn.header):
+            continue
+        before, after = text[len(turn.header) : start], text[start + len(REASONING) :]
+        end = first_marker_end(after)
+        close = after[:end]
+        if end is None or any(needle in close for needle in (CONTENT, FIRST)):
+            continue
+        marker = last_marker(before)
+        if marker is not None:
+            return Span(before[marker:], close)
+        marker = last_marker(turn.header)
+        is_begun = marker is not None and are_twins(turn.header[marker:], close)
+        return Span(turn.header[marker:] if is_begun else "", close)
+    return next((span for span in PAIRS if span.open in template and span.close in template), None)
+
+
+def _calls(
+    text: str, turn: Turn, places: list[Place], reasoning: Span | None
+) -> tuple[CallFormat, tuple[str, ...]]:
+    """Return the description of the calls at these places, and the texts of tokens that end an answer with calls."""
+    first, last = places[0], places[-1]
+    before = _without_reasoning(text[len(turn.header) : first.start], reasoning).lstrip()
+    behind = text[last.end : len(text) - len(turn.ending)].rstrip()
+    middle = text[first.end : last.start] if len(places) == 2 else None
+    if middle is None:
+        open, close, separator = before, behind, ""
+    else:
+        open = common_end(text[: first.start], middle).lstrip()
+        before = max(before, open, key=len)
+        middle = middle[: len(middle) - len(open)]
+        close = common_start(middle, behind).rstrip()
+        separator = middle[len(close) :]
+    section = Span(before[: len(before) - len(open)], behind[len(close) :])
+    call_span, stops = Span(open, close), ()
+    if not section.open and section.close.strip() and first.form.body not in (Body.tagged,):
+        stops, section = (section.close.strip(),), Span()
+    form = replace(first.form, section=section, call=call_span, separator=separator)
+    form = replace(form, max_calls=1) if middle is None else form
+    return _tagged(form) if form.body is Body.tagged else _with_id_form(form, text, places), stops
+
+
+def _tagged(form: CallFormat) -> CallFormat:
+    """Return the description with the text between values, keys and closers divided at the tags' borders."""
+    between, tag = form.tag.key_open, form.tag
+    key_open = common_end(form.name_close, between)
+    value_close = between[: len(between) - len(key_open)]
+    close = form.call.close.removeprefix(value_close)
+    return replace(
+        form,
+        name_close=form.name_close[: len(form.name_close) - len(key_open)],
+        tag=tag._replace(key_open=key_open, value_close=value_close),
+        call=Span(form.call.open, close),
+    )
+
+
+def _with_id_form(form: CallFormat, text: str, places: list[Place]) -> CallFormat:
+    """Return the description with the form of ids that a template counts itself."""
+    first, last = places[0], places[-1]
+    if form.body is Body.object and form.keys.id:
+        written = json.loads(text[first.start : first.end]).get(form.keys.id)
+        return replace(form, id_form="{index}") if written == "0" else form
+    counts = [re.match(r"(:)(\d+)", place.form.name_close) for place in (first, last)]
+    if form.body is not Body.json or not all(count and count[2] == str(i) for i, count in enumerate(counts)):
+        return form
+    prefix = re.search(r"[\w.]*$", form.call.open)
+    word = prefix[0] if prefix else ""
+    return replace(
+        form,
+        call=form.call._replace(open=form.call.open.removesuffix(word)),
+        name_close=form.name_close[2:],
+        id_form=f"{word}{{name}}:{{index}}",
+    )
+
+
+def _answer(
+    renderings: Renderings, history: HistoryForm, turn: Turn, reasoning: Span | None, calls: CallFormat
+) -> Span | None:
+    """Return the literals around the text of answers; None if there are none."""
+    text = tail_of(renderings, [answer(CONTENT)], history) or ""
+    start = text.find(CONTENT)
+    before = _without_reasoning(text[len(turn.header) : start], reasoning)
+    behind = text[start + len(CONTENT) : len(text) - len(turn.ending)]
+    if not before.strip() and not behind.strip():
+        text = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
+        start, opening = text.find(CONTENT), calls.opening.strip() or "{"
+        if start < 0 or (end := text.find(opening, start)) < 0:
+            return None
+        before = _without_reasoning(text[len(turn.header) : start], reasoning)
+        behind = text[start + len(CONTENT) : end]
+        if first_marker_end(before) is None:
+            return None
+    elif calls.call.open.strip() and turn.header.endswith(calls.call.open):
+        before = calls.call.open + before
+    span = Span(before.lstrip(), behind.rstrip())
+    return span if any(text.strip() for text in span) else None
+
+
+def _without_reasoning(text: str, reasoning: Span | None) -> str:
+    """Return a text without empty reasoning at its beginning."""
+    if reasoning and (close := reasoning.close.strip()) and close in text:
+        return text[text.index(close) + len(close) :]
+    return text
