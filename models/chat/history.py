@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from models.chat.description import CallFormat
+from models.chat.writer import Call, write_calls
 
 Message = dict[str, Any]
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -47,6 +48,8 @@ class HistoryForm:
     """1 if a message may have one call. Further calls are put into messages of their own."""
     is_flat: bool = False
     """Whether name and arguments also stand in the call itself, outside `function`."""
+    drops_content: bool = False
+    """Whether the template takes either content or calls, so that the content of a message with calls is left out."""
     drops_reasoning: bool = False
     """Whether the template raises for reasoning, so that it is left out."""
     written: CallFormat | None = None
@@ -138,10 +141,14 @@ def _object(arguments: Any) -> Any:
 
 
 def _with_calls(message: Message, calls: list[dict[str, Any]], form: HistoryForm) -> Message:
-    message = message | {"tool_calls": calls}
-    if message.get("content"):
-        return message
-    message.pop("content", None)
+    content = message.get("content")
+    message = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
+    if form.written:
+        texts = [content] if isinstance(content, str) and content else []
+        return message | {"content": "\n".join([*texts, write_calls(form.written, [*map(_written, calls)])])}
+    message["tool_calls"] = calls
+    if content and not form.drops_content:
+        return message | {"content": content}
     match form.no_content:
         case NoContent.empty:
             return message | {"content": ""}
@@ -149,3 +156,9 @@ def _with_calls(message: Message, calls: list[dict[str, Any]], form: HistoryForm
             return message | {"content": None}
         case NoContent.absent:
             return message
+
+
+def _written(call: Mapping[str, Any]) -> Call:
+    function = call["function"]
+    arguments = _object(function["arguments"])
+    return Call(function["name"], arguments if isinstance(arguments, dict) else {}, call.get("id"))

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 
 from models.chat.cuts import are_twins, common_end, common_start, first_marker_end, last_marker
 from models.chat.description import Body, CallFormat, ChatFormat, Span
@@ -42,26 +42,35 @@ class Turn:
 
 def histories(renderings: Renderings) -> Iterator[HistoryForm]:
     """Yield the forms of the history in which a template writes calls, likeliest first."""
-    for max_calls, no_content, is_text in product((None, 1), NoContent, (False, True)):
-        history = HistoryForm(no_content, is_text, max_calls=max_calls)
-        if has_calls(renderings, history):
-            yield history
-        elif has_calls(renderings, counted := replace(history, ids=Ids.counted), is_known=True):
-            yield counted
+    for max_calls in (None, 1):
+        num_yielded = 0
+        for is_text in (False, True):
+            forms = [HistoryForm(no_content, is_text, max_calls=max_calls) for no_content in NoContent]
+            if known := [form for form in map(partial(_with_calls, renderings), forms) if form]:
+                yield min(known, key=lambda form: len(_calls_text(renderings, form)))  # without an empty answer
+                num_yielded += 1
+        if num_yielded:
+            return
     if has_calls(renderings, flat := HistoryForm(is_flat=True, max_calls=1)):
         yield flat
 
 
-def has_calls(renderings: Renderings, history: HistoryForm, is_known: bool = False) -> bool:
-    """Return whether the template writes the names and arguments of an answer's calls, and no "None" for its content.
+def _with_calls(renderings: Renderings, history: HistoryForm) -> HistoryForm | None:
+    """Return a form in which the template writes calls; None if it does not. The ids may take the place of names."""
+    if has_calls(renderings, history):
+        return history
+    counted = replace(history, ids=Ids.counted)
+    return counted if call_id(0) in _calls_text(renderings, history) and has_calls(renderings, counted) else None
 
-    `is_known`: only the ids of the calls were written before, so that another rendering may show the names.
-    """
-    calls = CALLS[: history.max_calls]
-    if is_known and call_id(0) not in (tail_of(renderings, [answer(None, calls)], HistoryForm()) or ""):
-        return False
-    tail = tail_of(renderings, [answer(None, calls)], history) or ""
-    names = [item["function"]["name"] for item in calls]
+
+def _calls_text(renderings: Renderings, history: HistoryForm) -> str:
+    return tail_of(renderings, [answer(None, CALLS[: history.max_calls])], history) or ""
+
+
+def has_calls(renderings: Renderings, history: HistoryForm) -> bool:
+    """Return whether the template writes the names of an answer's calls, and no "None" for its content."""
+    tail = _calls_text(renderings, history)
+    names = [item["function"]["name"] for item in CALLS[: history.max_calls]]
     return all(name in tail for name in names) and "None" not in tail[: tail.find(FIRST)]
 
 
@@ -71,7 +80,9 @@ def tail_of(renderings: Renderings, messages: Sequence[Message], history: Histor
 
 
 def settled(renderings: Renderings, history: HistoryForm) -> HistoryForm:
-    """Return a form of the history whose ids and reasoning the template takes, too."""
+    """Return a form of the history whose ids, content and reasoning the template takes, too."""
+    tail = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
+    history = replace(history, drops_content=FIRST not in tail)
     if history.ids is Ids.sent:
         long = call(FIRST, ARGUMENTS, 0) | {"id": LONG_ID}
         result = {"role": "tool", "tool_call_id": LONG_ID, "name": FIRST, "content": RESULT}
@@ -90,16 +101,17 @@ def turn_of(renderings: Renderings, history: HistoryForm) -> Turn | None:
     last = tail_of(renderings, [answer(CONTENT)], history)
     earlier = renderings.behind(USER, [user(), answer(CONTENT), user(SECOND_USER)], history)
     reasoned = tail_of(renderings, [answer(CONTENT, reasoning=REASONING)], history)
-    calls = tail_of(renderings, [answer(None, CALLS[: history.max_calls])], history)
+    reasoned_calls = tail_of(renderings, [answer(None, CALLS[:1], REASONING)], history)
+    calls = _calls_text(renderings, history)
     if last is None:
         return None
     ending = common_end(last, calls) if calls else last[last.rfind(CONTENT) + len(CONTENT) :]
-    return Turn(common_start(last, *(text for text in (earlier, reasoned, calls) if text)), ending)
+    return Turn(common_start(last, *(text for text in (earlier, reasoned, reasoned_calls, calls) if text)), ending)
 
 
 def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> ChatFormat | None:
     """Return the description of the format in which a template writes answers; None if its calls are not readable."""
-    text = tail_of(renderings, [answer(None, CALLS[: history.max_calls])], history) or ""
+    text = _calls_text(renderings, history)
     first = locate(text, FIRST, call_id(0))
     if not first or first.start < len(turn.header):
         return None
@@ -108,7 +120,10 @@ def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: s
         return None
     reasoning = find_reasoning(renderings, history, turn, template)
     calls, stops = _calls(text, turn, [first, second] if second else [first], reasoning)
-    answer_span = _answer(renderings, history, turn, reasoning, calls)
+    if answer_span := _answer_before_calls(renderings, history, turn, calls):
+        calls = replace(calls, section=calls.section._replace(open=""))
+    else:
+        answer_span = _answer(renderings, history, turn, reasoning, calls)
     return ChatFormat(reasoning, answer_span, calls, stops)
 
 
@@ -192,6 +207,19 @@ def _with_id_form(form: CallFormat, text: str, places: list[Place]) -> CallForma
     )
 
 
+def _answer_before_calls(
+    renderings: Renderings, history: HistoryForm, turn: Turn, calls: CallFormat
+) -> Span | None:
+    """Return the literals around text in front of calls, if the template also writes them without text."""
+    text = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
+    before, _, behind = text[len(turn.header) :].partition(CONTENT)
+    behind = behind[: len(calls.section.open)]
+    for size in range(len(behind)) if before.strip() else ():
+        if before.strip() + behind[: len(behind) - size] == calls.section.open:
+            return Span(before.strip(), behind[: len(behind) - size])
+    return None
+
+
 def _answer(
     renderings: Renderings, history: HistoryForm, turn: Turn, reasoning: Span | None, calls: CallFormat
 ) -> Span | None:
@@ -200,19 +228,11 @@ def _answer(
     start = text.find(CONTENT)
     before = _without_reasoning(text[len(turn.header) : start], reasoning)
     behind = text[start + len(CONTENT) : len(text) - len(turn.ending)]
-    if not before.strip() and not behind.strip():
-        text = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
-        start, opening = text.find(CONTENT), calls.opening.strip() or "{"
-        if start < 0 or (end := text.find(opening, start)) < 0:
-            return None
-        before = _without_reasoning(text[len(turn.header) : start], reasoning)
-        behind = text[start + len(CONTENT) : end]
-        if first_marker_end(before) is None:
-            return None
-    elif calls.call.open.strip() and turn.header.endswith(calls.call.open):
+    if not before.strip():  # a mere closing literal ends the turn
+        return None
+    if calls.call.open.strip() and turn.header.endswith(calls.call.open):
         before = calls.call.open + before
-    span = Span(before.lstrip(), behind.rstrip())
-    return span if any(text.strip() for text in span) else None
+    return Span(before.lstrip(), behind.rstrip())
 
 
 def _without_reasoning(text: str, reasoning: Span | None) -> str:

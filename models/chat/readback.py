@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from models.chat.calls import Tools
 from models.chat.cuts import without_end_markers
-from models.chat.description import ChatFormat
+from models.chat.description import Body, ChatFormat
 from models.chat.history import HistoryForm, Message
-from models.chat.needles import USER, Renderings, answer, call, call_id, tool, user
+from models.chat.needles import USER, Renderings, answer, call, tool, user
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from models.chat.probe import Turn
 from models.chat.reader import AnswerReader
@@ -23,7 +24,9 @@ SCHEMA = {
     "share": {"type": "number", "description": "d"},
     "digits": {"type": "string", "description": "d"},
 }
-TOOLS = [tool(name, SCHEMA) for name in ("get_weather", "stop")]
+NAMES = ("get_weather", "stop")
+TOOLS = [tool(name, {"city": SCHEMA["city"]}) for name in NAMES]
+"""The tools as the template sees them: some templates fail for types of other kinds."""
 VALUES = {
     "city": "Pa\"r'is \\ n\n<b> 北京",
     "sure": True,
@@ -33,8 +36,9 @@ VALUES = {
     "share": -1.5,
     "digits": "37",
 }
+UNQUOTED = VALUES | {"city": "Paris\n<b> 北京"}
+"""Values for templates that write strings between quotes without escapes."""
 CONTENT, THOUGHT = "Let me see.", "The user asks.\nI look."
-CALLS = [call("get_weather", VALUES, 0), call("stop", {}, 1), call("stop", {"city": "Rome"}, 2)]
 
 
 @dataclass(frozen=True)
@@ -50,35 +54,59 @@ class Read:
 
 def reads_back(renderings: Renderings, form: ChatFormat, history: HistoryForm, turn: Turn) -> bool:
     """Return whether the description reads what the template writes: names, typed arguments, order, content, ids."""
-    return all(
-        _reads(text, message, form, turn) for text, message in written_answers(renderings, history)
-    ) and bool(written_answers(renderings, history))
+    is_python = form.calls is not None and form.calls.body is Body.python
+    for values in (VALUES, UNQUOTED) if is_python else (VALUES,):
+        written = written_answers(renderings, history, values)
+        if written and all(_reads(text, message, form, turn) for text, message in written):
+            return True
+    return False
 
 
-def written_answers(renderings: Renderings, history: HistoryForm) -> list[tuple[str, Message]]:
-    """Return answers with calls, and the text of each behind the user's message. Refused ones are left out."""
-    groups = [[item] for item in CALLS] if history.max_calls == 1 else [CALLS]
-    messages = [answer(None, calls) for calls in groups]
-    messages.append(answer(CONTENT, groups[0], THOUGHT))
+def written_answers(
+    renderings: Renderings, history: HistoryForm, values: Mapping[str, Any] = MappingProxyType(VALUES)
+) -> list[tuple[str, Message]]:
+    """Return answers with calls, and the text of each behind the user's message.
+
+    An answer with content is left out if the template refuses it, or omits its calls.
+    """
+    calls = [call("get_weather", dict(values), 0), call("stop", {}, 1), call("stop", {"city": "Rome"}, 2)]
+    groups = [[item] for item in calls] if history.max_calls == 1 else [calls]
+    messages = [*(answer(None, group) for group in groups), answer(CONTENT, groups[0], THOUGHT)]
     texts = [renderings.behind(USER, [user(), message], history, tools=TOOLS) for message in messages]
-    is_first_written = texts[0] is not None
-    pairs = zip(texts, messages, strict=True)
-    return [(text, message) for text, message in pairs if text is not None] if is_first_written else []
+    if texts[-1] is None or "get_weather" not in texts[-1]:
+        texts.pop()
+    return [] if None in texts else [(text or "", message) for text, message in zip(texts, messages, strict=False)]
 
 
 def _reads(tail: str, message: Message, form: ChatFormat, turn: Turn) -> bool:
-    text = answer_text(tail, form, turn)
-    read = merged(read_parts(form, turn, [text]))
-    expected = expected_read(text, message)
-    return (read.content, read.calls) == (expected.content, expected.calls) and (
-        read.reasoning == expected.reasoning and all(id in (None, want) for id, want in zip(read.ids, expected.ids))
-    )
+    read = merged(read_parts(form, turn, [answer_text(tail, form, turn)]))
+    return same(read, tail, message) and _ids_match(read, tail, message, form)
+
+
+def same(read: Read, tail: str, message: Message) -> bool:
+    """Return whether an answer was read as it was given, except for its ids."""
+    expected = replace(expected_read(tail, message), ids=read.ids)
+    if read.reasoning == expected.content and not expected.reasoning:  # gpt-oss: text before a call is reasoning
+        expected = replace(expected, content="", reasoning=read.reasoning)
+    return read == expected
+
+
+def _ids_match(read: Read, tail: str, message: Message, form: ChatFormat) -> bool:
+    """Return whether the ids are those of the message, if the template writes them and the format reads them."""
+    ids = tuple(item["id"] for item in message["tool_calls"])
+    calls = form.calls
+    has_ids = calls and (calls.id_open or calls.keys.id) and not calls.id_form and all(id in tail for id in ids)
+    return read.ids == ids if has_ids else all(id is None or id in tail for id in read.ids)
 
 
 def answer_text(tail: str, form: ChatFormat, turn: Turn) -> str:
     """Return the text that the model would have written, without the header and the end of the turn."""
     text = tail[len(turn.header) :] if tail.startswith(turn.header) else tail
-    return without_end_markers(text.removesuffix(turn.ending), form.literals).rstrip()
+    if turn.ending.strip() and turn.header.strip():
+        text = text.replace(turn.ending.strip() + turn.header.strip(), "")  # an answer in several messages
+    text = without_end_markers(text.removesuffix(turn.ending), form.literals).rstrip()
+    close = form.reasoning.close.strip() if form.reasoning else ""
+    return text.lstrip().removeprefix(close)  # a prompt without reasoning may end with its closing literal
 
 
 def begun(form: ChatFormat, prompt: str) -> str:
@@ -88,13 +116,13 @@ def begun(form: ChatFormat, prompt: str) -> str:
 
 def read_parts(form: ChatFormat, turn: Turn, pieces: Sequence[str]) -> list[Part]:
     """Read an answer that arrives in pieces."""
-    parameters: Mapping[str, Any] = {item["function"]["name"]: item["function"]["parameters"] for item in TOOLS}
-    reader = AnswerReader(form, Tools(parameters), begun(form, turn.header))
+    tools = Tools({name: {"properties": SCHEMA} for name in NAMES})
+    reader = AnswerReader(form, tools, begun(form, turn.header))
     return [part for piece in pieces for part in reader.read(piece)] + reader.end()
 
 
 def merged(parts: Sequence[Part]) -> Read:
-    """Return the parts of an answer as a whole. Arguments are canonical JSON, in the order of the text."""
+    """Return the parts of an answer as a whole. Arguments are JSON with sorted keys, because some templates sort them."""
     starts = [part for part in parts if isinstance(part, CallStart)]
     texts = [""] * len(starts)
     position = -1
@@ -122,6 +150,6 @@ def expected_read(text: str, message: Message) -> Read:
 
 def _canonical(text: str) -> str:
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return json.dumps(json.loads(text), ensure_ascii=False, sort_keys=True)
     except ValueError:
         return text
