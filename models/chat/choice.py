@@ -8,7 +8,7 @@ from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries
 from models.chat.history import HistoryForm
 from models.chat.needles import CONTENT, Render, Renderings, answer, user
-from models.chat.probe import Turn, derive, find_reasoning, histories, settled, turn_of
+from models.chat.probe import Turn, derive, find_reasoning, histories, settled, takes_calls, turn_of
 from models.chat.readback import reads_back
 from models.chat.switch import Switch, find_switch
 
@@ -86,8 +86,8 @@ def _unread_choice(renderings: Renderings, template: str, matching: list[str]) -
     reasoning = find_reasoning(renderings, history, turn, template) if turn else None
     if is_written:
         reason = "the calls that its chat template writes cannot be read back"
-    elif renderings.first_error:
-        reason = shortened(renderings.first_error)
-    else:
+    elif takes_calls(renderings):
         reason = "its chat template writes no calls"
+    else:
+        reason = shortened(renderings.first_error)
     return Choice(PROBED, ChatFormat(reasoning), "refused", reason, history)

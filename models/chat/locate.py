@@ -53,7 +53,14 @@ def _keys(value: dict[str, Any], outer: dict[str, Any], name: str, id: str) -> K
     names = [key for key, item in value.items() if item == name]
     arguments = [key for key, item in value.items() if item == ARGUMENTS]
     ids = [key for key, item in outer.items() if item == id or (key.endswith("id") and isinstance(item, str))]
-    return Keys(names[0], arguments[0], ids[0] if ids else None) if names and arguments else None
+    if not names or not arguments:
+        return None
+    is_late = ids == ["id"] and _index(value, "id") > _index(value, arguments[0])  # behind streamed arguments
+    return Keys(names[0], arguments[0], ids[0] if ids and not is_late else None)
+
+
+def _index(value: dict[str, Any], key: str) -> int:
+    return [*value, key].index(key)
 
 
 def _json(text: str, position: int, name: str, id: str) -> Place | None:

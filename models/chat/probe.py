@@ -74,6 +74,11 @@ def has_calls(renderings: Renderings, history: HistoryForm) -> bool:
     return all(name in tail for name in names) and "None" not in tail[: tail.find(FIRST)]
 
 
+def takes_calls(renderings: Renderings) -> bool:
+    """Return whether the template renders messages with calls, even if it omits the calls."""
+    return any(renderings.text([user(), answer(None, CALLS)], HistoryForm(form)) is not None for form in NoContent)
+
+
 def tail_of(renderings: Renderings, messages: Sequence[Message], history: HistoryForm) -> str | None:
     """Return the text behind the user's message; None if the template refuses the messages."""
     return renderings.behind(USER, [user(), *messages], history)

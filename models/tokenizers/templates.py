@@ -7,7 +7,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -127,7 +127,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON. Jinja's own filter would escape HTML characters."""
+    """Return a value as JSON. Jinja's own filter would escape HTML characters. What `map` yields becomes a list."""
+    value = list(value) if isinstance(value, Iterator) else value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
