@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from conf.errors import UserError, shortened
 from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries
-from models.chat.history import HistoryForm
+from models.chat.history import HistoryForm, Ids
 from models.chat.needles import CONTENT, Render, Renderings, answer, user
 from models.chat.probe import Turn, derive, find_reasoning, histories, settled, takes_calls, turn_of
-from models.chat.readback import reads_back
-from models.chat.switch import Switch, find_switch
+from models.chat.readback import begun, reads_back
+from models.chat.switch import Switch, find_switches
 
 PROBED = "probed"
 
@@ -26,7 +26,10 @@ class Choice:
     reason: str = ""
     """Why tools are refused."""
     history: HistoryForm = HistoryForm()
-    switch: Switch | None = None
+    begun: str = ""
+    """The literal with which a prompt without arguments begins the answer, such as the opening of the reasoning."""
+    switches: tuple[Switch, ...] = ()
+    """The template's arguments that switch reasoning."""
     num_renderings: int = 0
 
 
@@ -42,7 +45,8 @@ def choose(
     matching = matching_entries(template, control_tokens)
     try:
         choice = _read_choice(renderings, template, matching) or _unread_choice(renderings, template, matching)
-        choice = replace(choice, switch=find_switch(renderings, names, choice.form.reasoning))
+        prompt = renderings.text([user()], prompts=True, tools=None) or ""
+        choice = replace(choice, begun=begun(choice.form, prompt), switches=find_switches(renderings, names))
     except UserError as error:
         choice = Choice(PROBED, ChatFormat(), "refused", shortened(str(error)))
     return replace(choice, num_renderings=renderings.count)
@@ -57,7 +61,10 @@ def _read_choice(renderings: Renderings, template: str, matching: list[str]) -> 
                 continue
             for name, form in _forms(kind, renderings, history, turn, template, matching):
                 if reads_back(renderings, form, history, turn):
-                    return Choice(name, form, kind, history=settled(renderings, history))
+                    history = settled(renderings, history)
+                    is_named = form.calls is not None and "{name}" in form.calls.id_form
+                    history = replace(history, ids=Ids.counted) if is_named else history
+                    return Choice(name, form, kind, history=history)
     return None
 
 

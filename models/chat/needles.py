@@ -1,6 +1,7 @@
 """Conversations with words that no template writes by itself, and their renderings."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -8,14 +9,15 @@ from conf.errors import UserError
 from models.chat.history import HistoryForm, Message, for_template
 
 MAX_RENDERINGS = 48
-MAX_CHARACTERS = 1 << 18
+MAX_CHARACTERS = 1 << 16
 """Most characters of a rendering that the probe looks at."""
+MAX_S = 8.0
+"""Seconds after which no rendering starts. A template that is stopped takes two."""
 
 USER, SECOND_USER, CONTENT, REASONING, RESULT = "Uzq1", "Uzq2", "Szq3", "Rzq4", "Tzq5"
 FIRST, SECOND = "fzq", "gzq"
 TEXT_KEY, NUMBER_KEY = "kzqa", "kzqb"
 TEXT, NUMBER = "vzqc", 7301
-ID_LENGTH = 9
 
 
 class Render(Protocol):
@@ -74,6 +76,7 @@ class Renderings:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._texts: dict[str, str | UserError] = {}
+        self._end = time.monotonic() + MAX_S
         self.first_error = ""
         """The message of the first refusal."""
 
@@ -98,6 +101,8 @@ class Renderings:
         if key not in self._texts:
             if len(self._texts) >= MAX_RENDERINGS:
                 raise UserError(f"the probe of the chat template needs more than {MAX_RENDERINGS} renderings")
+            if time.monotonic() > self._end:
+                raise UserError(f"the probe of the chat template takes more than {MAX_S:g} s")
             self._texts[key] = self._rendered(messages, prompts, arguments or {}, tools)
         text = self._texts[key]
         return text if isinstance(text, str) else None
