@@ -111,7 +111,11 @@ def turn_of(renderings: Renderings, history: HistoryForm) -> Turn | None:
     if last is None:
         return None
     ending = common_end(last, calls) if calls else last[last.rfind(CONTENT) + len(CONTENT) :]
-    return Turn(common_start(last, *(text for text in (earlier, reasoned, reasoned_calls, calls) if text)), ending)
+    header = common_start(last, *(text for text in (earlier, reasoned, reasoned_calls, calls) if text))
+    prompt, alone = (renderings.behind(USER, [user()], history, prompts=prompts) or "" for prompts in (True, False))
+    if len(prompt) > len(alone) and header.startswith(prompt):
+        header = prompt  # the rest is the model's
+    return Turn(header, ending)
 
 
 def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> ChatFormat | None:
