@@ -33,9 +33,7 @@ class Choice:
     num_renderings: int = 0
 
 
-def choose(
-    render: Render, template: str, control_tokens: Collection[str], names: Collection[str] = ()
-) -> Choice:
+def choose(render: Render, template: str, control_tokens: Collection[str], names: Collection[str] = ()) -> Choice:
     """Return the format of a template.
 
     `control_tokens`: texts of the vocabulary's control tokens. `names`: the variables that the template reads. An

@@ -41,8 +41,8 @@ def _object(text: str, position: int, name: str, id: str) -> Place | None:
         value, end = _decoded(text, brace)
         if not isinstance(value, dict) or end < position:
             continue
-        inner = value.get("function") if isinstance(value.get("function"), dict) else value
-        if keys := _keys(inner, value, name, id):
+        function = value.get("function")
+        if keys := _keys(function if isinstance(function, dict) else value, value, name, id):
             place = Place(brace, end, CallFormat(Body.object, keys=keys))
     return place
 

@@ -59,9 +59,7 @@ def user(text: str = USER) -> Message:
     return {"role": "user", "content": text}
 
 
-def answer(
-    content: str | None = None, calls: Sequence[dict[str, Any]] = (), reasoning: str | None = None
-) -> Message:
+def answer(content: str | None = None, calls: Sequence[dict[str, Any]] = (), reasoning: str | None = None) -> Message:
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = list(calls)
@@ -123,5 +121,3 @@ class Renderings:
         if len(text) > MAX_CHARACTERS:
             return UserError(f"the chat template writes {len(text)} characters, more than {MAX_CHARACTERS}")
         return text
-
-

@@ -158,9 +158,7 @@ def find_reasoning(renderings: Renderings, history: HistoryForm, turn: Turn, tem
     return next((span for span in PAIRS if span.open in template and span.close in template), None)
 
 
-def _calls(
-    text: str, turn: Turn, places: list[Place], reasoning: Span | None
-) -> tuple[CallFormat, tuple[str, ...]]:
+def _calls(text: str, turn: Turn, places: list[Place], reasoning: Span | None) -> tuple[CallFormat, tuple[str, ...]]:
     """Return the description of the calls at these places, and the texts of tokens that end an answer with calls."""
     first, last = places[0], places[-1]
     before = _without_reasoning(text[len(turn.header) : first.start], reasoning).lstrip()
@@ -175,8 +173,8 @@ def _calls(
         close = common_start(middle, behind).rstrip()
         separator = middle[len(close) :]
     section = Span(before[: len(before) - len(open)], behind[len(close) :])
-    call_span, stops = Span(open, close), ()
-    if not section.open and section.close.strip() and first.form.body not in (Body.tagged,):
+    call_span, stops = Span(open, close), tuple[str, ...]()
+    if not section.open and section.close.strip():  # a closing literal alone ends the turn
         stops, section = (section.close.strip(),), Span()
     form = replace(first.form, section=section, call=call_span, separator=separator)
     form = replace(form, max_calls=1) if middle is None else form
@@ -216,9 +214,7 @@ def _with_id_form(form: CallFormat, text: str, places: list[Place]) -> CallForma
     )
 
 
-def _answer_before_calls(
-    renderings: Renderings, history: HistoryForm, turn: Turn, calls: CallFormat
-) -> Span | None:
+def _answer_before_calls(renderings: Renderings, history: HistoryForm, turn: Turn, calls: CallFormat) -> Span | None:
     """Return the literals around text in front of calls, if the template also writes them without text."""
     text = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
     before, _, behind = text[len(turn.header) :].partition(CONTENT)
