@@ -8,7 +8,7 @@ from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries
 from models.chat.history import HistoryForm, Ids
 from models.chat.needles import CONTENT, Render, Renderings, answer, user
-from models.chat.probe import Turn, derive, find_reasoning, histories, settled, takes_calls, turn_of
+from models.chat.probe import Turn, derive, find_reasoning, histories, is_split, settled, takes_calls, turn_of
 from models.chat.readback import begun, reads_back
 from models.chat.switch import Switch, find_switches
 
@@ -57,6 +57,8 @@ def _read_choice(renderings: Renderings, template: str, matching: list[str]) -> 
             turn = turn_of(renderings, history)
             if turn is None:
                 continue
+            if is_split(renderings, history, turn):
+                history = replace(history, max_calls=1)
             for name, form in _forms(kind, renderings, history, turn, template, matching):
                 if reads_back(renderings, form, history, turn):
                     history = settled(renderings, history)

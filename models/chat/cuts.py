@@ -7,24 +7,30 @@ MARKER = re.compile(r"^[^<>\s]{0,80}>|<[^<>]{0,80}(?:>|$)|\[/?[A-Z][A-Z_ ]*\]|`{
 """A marker. Its other part may be missing at the text's beginning and end."""
 COMPLETE = re.compile(r"<[^<>\s][^<>]{0,80}>|\[/?[A-Z][A-Z_ ]*\]")
 
+MAX_MOVES = 20
+"""Most moves of a cut to the borders of markers in several texts. Real templates need two."""
+
 
 def common_start(first: str, *texts: str) -> str:
     """Return the longest common beginning that ends in none of the texts within a marker."""
     size = len(os.path.commonprefix([first, *texts]))
-    while size and (moved := min(_border(text, size, is_end=False) for text in (first, *texts))) < size:
+    for _ in range(MAX_MOVES):
+        moved = min(_border(text, size, is_end=False) for text in (first, *texts))
+        if moved == size:
+            return first[:size]
         size = moved
-    return first[:size]
+    return ""
 
 
 def common_end(first: str, *texts: str) -> str:
     """Return the longest common end that begins in none of the texts within a marker."""
     size = len(os.path.commonprefix([text[::-1] for text in (first, *texts)]))
-    while size:
+    for _ in range(MAX_MOVES):
         moved = min(len(text) - _border(text, len(text) - size, is_end=True) for text in (first, *texts))
         if moved == size:
-            break
+            return first[len(first) - size :]
         size = moved
-    return first[len(first) - size :]
+    return ""
 
 
 def _border(text: str, position: int, is_end: bool) -> int:
@@ -54,9 +60,9 @@ def are_twins(opening: str, closing: str) -> bool:
 
 def without_end_markers(text: str, literals: list[str]) -> str:
     """Return a text without the markers at its end that are no part of a literal."""
-    while (start := last_marker(text.rstrip())) is not None:
-        marker = text.rstrip()[start:]
-        if COMPLETE.fullmatch(marker) is None or any(marker in literal for literal in literals):
+    text = text.rstrip()
+    for match in reversed([*COMPLETE.finditer(text)]):
+        if match.end() != len(text) or any(match[0] in literal for literal in literals):
             break
-        text = text[:start]
+        text = text[: match.start()].rstrip()
     return text

@@ -3,11 +3,14 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from models.chat.description import Body, CallFormat, Keys, Tag
 from models.chat.needles import ARGUMENTS, NUMBER, NUMBER_KEY, TEXT, TEXT_KEY
 
+MAX_PLACES = 4
+"""Most places of a name at which a call is sought. Formats with recipients write it twice."""
 MAX_BRACES = 4
 """Most opening braces before the name that may begin the call's object."""
 
@@ -23,7 +26,7 @@ class Place:
 
 def locate(text: str, name: str, id: str, start: int = 0) -> Place | None:
     """Return the place of the call with this name; None if it is not readable. Its arguments are ARGUMENTS."""
-    for match in re.finditer(rf"(?<![a-z]){name}(?![a-z])", text[start:]):
+    for match in islice(re.finditer(rf"(?<![a-z]){name}(?![a-z])", text[start:]), MAX_PLACES):
         position = start + match.start()
         for find in (_object, _json, _gemma, _python, _tagged):
             if place := find(text, position, name, id):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from models.chat.cuts import are_twins, common_end, common_start, first_marker_end, last_marker
-from models.chat.description import Body, CallFormat, ChatFormat, Span
+from models.chat.description import MAX_LITERAL, Body, CallFormat, ChatFormat, Span
 from models.chat.history import HistoryForm, Ids, Message, NoContent
 from models.chat.locate import Place, locate
 from models.chat.needles import (
@@ -118,6 +118,13 @@ def turn_of(renderings: Renderings, history: HistoryForm) -> Turn | None:
     return Turn(header, ending)
 
 
+def is_split(renderings: Renderings, history: HistoryForm, turn: Turn) -> bool:
+    """Return whether the template writes each call of an answer as a message of its own, as GLM-4's does."""
+    header = turn.header.strip()
+    text = _calls_text(renderings, history)[len(turn.header) :]
+    return first_marker_end(header) is not None and turn.ending.strip() + header in text
+
+
 def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> ChatFormat | None:
     """Return the description of the format in which a template writes answers; None if its calls are not readable."""
     text = _calls_text(renderings, history)
@@ -129,6 +136,8 @@ def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: s
         return None
     reasoning = find_reasoning(renderings, history, turn, template)
     calls, stops = _calls(text, turn, [first, second] if second else [first], reasoning)
+    if any(len(literal) > MAX_LITERAL for literal in ChatFormat(reasoning, calls=calls).literals):
+        return None
     if answer_span := _answer_before_calls(renderings, history, turn, calls):
         calls = replace(calls, section=calls.section._replace(open=""))
     else:

@@ -10,7 +10,7 @@ from models.chat.calls import Tools
 from models.chat.cuts import without_end_markers
 from models.chat.description import Body, ChatFormat
 from models.chat.history import HistoryForm, Message
-from models.chat.needles import USER, Renderings, answer, call, tool, user
+from models.chat.needles import USER, Renderings, answer, call, user
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from models.chat.probe import Turn
 from models.chat.reader import AnswerReader
@@ -25,8 +25,7 @@ SCHEMA = {
     "digits": {"type": "string", "description": "d"},
 }
 NAMES = ("get_weather", "stop")
-TOOLS = [tool(name, {"city": SCHEMA["city"]}) for name in NAMES]
-"""The tools as the template sees them: some templates fail for types of other kinds."""
+"""Names of the calls. The template is given the tools of the needles: a text that it writes of them stays the same."""
 VALUES = {
     "city": "Pa\"r'is \\ n\n<b> 北京",
     "sure": True,
@@ -72,7 +71,7 @@ def written_answers(
     calls = [call("get_weather", dict(values), 0), call("stop", {}, 1), call("stop", {"city": "Rome"}, 2)]
     groups = [[item] for item in calls] if history.max_calls == 1 else [calls]
     messages = [*(answer(None, group) for group in groups), answer(CONTENT, groups[0], THOUGHT)]
-    texts = [renderings.behind(USER, [user(), message], history, tools=TOOLS) for message in messages]
+    texts = [renderings.behind(USER, [user(), message], history) for message in messages]
     if texts[-1] is None or "get_weather" not in texts[-1]:
         texts.pop()
     return [] if None in texts else [(text or "", message) for text, message in zip(texts, messages, strict=False)]
