@@ -115,9 +115,9 @@ class Renderings:
     ) -> str | UserError:
         try:
             text = self._render(messages, tools, prompts, arguments)
+            if len(text) <= MAX_CHARACTERS:
+                return text
+            raise UserError(f"the chat template writes {len(text)} characters, more than {MAX_CHARACTERS}")
         except UserError as error:
             self.first_error = self.first_error or str(error)
             return error
-        if len(text) > MAX_CHARACTERS:
-            return UserError(f"the chat template writes {len(text)} characters, more than {MAX_CHARACTERS}")
-        return text

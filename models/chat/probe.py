@@ -87,7 +87,7 @@ def tail_of(renderings: Renderings, messages: Sequence[Message], history: Histor
 def settled(renderings: Renderings, history: HistoryForm) -> HistoryForm:
     """Return a form of the history whose ids, content and reasoning the template takes, too."""
     tail = tail_of(renderings, [answer(CONTENT, CALLS[:1])], history) or ""
-    history = replace(history, drops_content=FIRST not in tail)
+    history = replace(history, drops_content=FIRST not in tail and FIRST in _calls_text(renderings, history))
     if history.ids is Ids.sent:
         long = call(FIRST, ARGUMENTS, 0) | {"id": LONG_ID}
         result = {"role": "tool", "tool_call_id": LONG_ID, "name": FIRST, "content": RESULT}
