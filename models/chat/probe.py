@@ -142,7 +142,7 @@ def derive(renderings: Renderings, history: HistoryForm, turn: Turn, template: s
         calls = replace(calls, section=calls.section._replace(open=""))
     else:
         answer_span = _answer(renderings, history, turn, reasoning, calls)
-    return ChatFormat(reasoning, answer_span, calls, stops)
+    return ChatFormat(reasoning, answer=answer_span, calls=calls, stops=stops)
 
 
 def find_reasoning(renderings: Renderings, history: HistoryForm, turn: Turn, template: str) -> Span | None:
