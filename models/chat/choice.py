@@ -33,6 +33,24 @@ class Choice:
     num_renderings: int = 0
 
 
+def history_of(render: Render, form: ChatFormat) -> tuple[HistoryForm, str]:
+    """Return the form of the history in which a template's calls are read by a given description, and a warning.
+
+    The warning is empty if the calls are read back.
+    """
+    renderings = Renderings(render)
+    try:
+        written = [(history, turn_of(renderings, history)) for history in histories(renderings)]
+        for history, turn in written:
+            if turn and reads_back(renderings, form, history, turn):
+                return settled(renderings, history), ""
+        if written:
+            return settled(renderings, written[0][0]), "it does not read the calls that the chat template writes"
+        return settled(renderings, HistoryForm(written=form.calls)), ""
+    except UserError as error:
+        return HistoryForm(), shortened(str(error))
+
+
 def choose(render: Render, template: str, control_tokens: Collection[str], names: Collection[str] = ()) -> Choice:
     """Return the format of a template.
 

@@ -6,12 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from models.chat.description import CallFormat
 from models.chat.writer import Call, write_calls
 
 Message = dict[str, Any]
+MAX_DEPTH = 64
+"""Deeper arguments stay text."""
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning."""
@@ -75,7 +78,8 @@ def for_template(messages: Sequence[Message], form: HistoryForm) -> list[Message
             num_calls += len(calls)
             result.append(_with_calls(message, [_call(call, ids, form) for call in calls], form))
         else:
-            result.append({name: value for name, value in message.items() if name != "tool_calls"})
+            plain = {name: value for name, value in message.items() if name != "tool_calls"}
+            result.append(plain | ({"content": ""} if plain.get("content") is None else {}))
     return result
 
 
@@ -137,7 +141,15 @@ def _object(arguments: Any) -> Any:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and _depth(arguments or "") <= MAX_DEPTH else arguments
+
+
+def _depth(text: str) -> int:
+    """Return the depth of a JSON text."""
+    brackets = (
+        1 if bracket in "{[" else -1 for bracket in re.findall(r'"(?:[^"\\]|\\.)*"|([\[\]{}])', text) if bracket
+    )
+    return max(accumulate(brackets), default=0)
 
 
 def _with_calls(message: Message, calls: list[dict[str, Any]], form: HistoryForm) -> Message:

@@ -1,11 +1,11 @@
 """Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +14,15 @@ from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from models.chat.calls import Tools
 from models.chat.description import ChatFormat
+from models.chat.special_tokens import Vocabulary
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
-from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
+from models.tokenizers.base import Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
-from pipelines.server.api.chat_format import ServedFormat, served_format
+from pipelines.server.api.chat_format import ServedFormat, configured_format, served_format
 from pipelines.server.api.chat_prompt import ChatPrompt, vocabulary_of
 from pipelines.server.api.errors import bad_request, not_allowed, too_long
-from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
+from pipelines.server.api.requests import ChatRequest, NamedTool
 from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
 
@@ -39,8 +40,9 @@ class Chat:
         self.tokenizer = tokenizer
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
-        self.format: ServedFormat = served_format(tokenizer, self._template, config.response_template)
-        self._vocabulary = vocabulary_of(tokenizer, self.format.form) if tokenizer else None
+        self._setting = config.response_template
+        if self._setting != "auto":
+            configured_format(self._setting)  # a wrong value ends the start
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -53,6 +55,15 @@ class Chat:
         else:
             path = find_checkpoint(model.path, False, False, model.hub, model.revision)
         return cls(open_tokenizer(path), config)
+
+    @cached_property
+    def format(self) -> ServedFormat:
+        """The model's chat format. The first use probes the template."""
+        return served_format(self.tokenizer, self._template, self._setting)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        return vocabulary_of(self.tokenizer, self.format.form) if self.tokenizer else None
 
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
         """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
@@ -110,7 +121,7 @@ class Chat:
     ) -> tuple[str, list[int]]:
         arguments = dict(request.chat_template_kwargs or {})
         effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
-        messages = [self._message(message) for message in request.conversation()]
+        messages = self.format.messages(request.conversation())
         try:
             return tokenizer.encode_messages(
                 messages,
@@ -128,23 +139,6 @@ class Chat:
             ) from error
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
-
-    def _message(self, message: Message) -> Message:
-        """Return a message for templates. Role developer becomes system, and call arguments become objects.
-
-        DeepSeek's template takes call arguments as text.
-        """
-        if message["role"] == "developer":
-            return message | {"role": "system"}
-        if not message.get("tool_calls"):
-            fields = {name: value for name, value in message.items() if name != "tool_calls"}
-            return fields | ({"content": ""} if fields.get("content") is None else {})
-        calls = []
-        for call in message["tool_calls"]:
-            text = call["function"]["arguments"] or "{}"
-            arguments = text if self.format.name == "deepseek" else _arguments(text)
-            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-        return message | {"tool_calls": calls}
 
     def _settings(
         self, request: ChatRequest, tools: list[Tool], form: ChatFormat, begun: str, num_calls: int
@@ -188,12 +182,3 @@ def _read_template(path: str) -> str:
         raise UserError(
             f"serve.chat_template={path} cannot be read ({error}): give auto, none or a Jinja file"
         ) from error
-
-
-def _arguments(text: str) -> dict[str, Any] | str:
-    """Return the JSON object in a text, or the text itself if a model wrote something else."""
-    try:
-        arguments = check_depth(json.loads(text))
-    except (ValueError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text

@@ -12,11 +12,20 @@ import pytest
 from conf.errors import UserError
 from models.chat import choice, needles
 from models.chat.choice import Choice, choose
-from models.chat.description import CallFormat, Span
+from models.chat.description import Body, CallFormat, Span
 from models.chat.history import HistoryForm, Ids, NoContent, for_template
 from models.chat.needles import Render, Renderings
 from models.chat.probe import turn_of
-from models.chat.readback import answer_text, expected_read, merged, read_parts, same, written_answers
+from models.chat.readback import (
+    UNQUOTED,
+    VALUES,
+    answer_text,
+    expected_read,
+    merged,
+    read_parts,
+    same,
+    written_answers,
+)
 from models.chat.writer import Call, write_calls
 from models.tokenizers import template_process, templates
 from models.tokenizers.template_process import TemplateProcess
@@ -239,7 +248,8 @@ def texts_of(path: Path) -> tuple[Choice, list[tuple[str, dict[str, Any], Any]]]
         return result, []
     renderings = Renderings(renderer(template))
     turn = turn_of(renderings, result.history)
-    return result, [(text, message, turn) for text, message in written_answers(renderings, result.history)]
+    values = UNQUOTED if result.form.calls.body is Body.python else VALUES  # one template escapes no quotes
+    return result, [(text, message, turn) for text, message in written_answers(renderings, result.history, values)]
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="no templates next to the repository")
