@@ -36,7 +36,7 @@ class Ids(StrEnum):
     short = "short"
     """Exactly nine letters and digits, as Mistral's templates demand."""
     counted = "counted"
-    """`functions.NAME:INDEX`, counted over the conversation, as Kimi's templates repeat it."""
+    """`functions.NAME:INDEX`, as Kimi's templates repeat it: the model's ids, and others counted over the conversation."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
 def _id(call: Mapping[str, Any], index: int, ids: Ids) -> str:
     id = str(call.get("id"))
     if ids is Ids.counted:
-        return f"functions.{call['function']['name']}:{index}"
+        name = f"functions.{call['function']['name']}:"
+        return id if re.fullmatch(rf"{re.escape(name)}\d+", id) else f"{name}{index}"
     if ids is Ids.short and not SHORT_ID.fullmatch(id):
         return hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
     return id

@@ -18,6 +18,7 @@ from models.chat.needles import (
     RESULT,
     SECOND,
     SECOND_USER,
+    TEXT,
     USER,
     Renderings,
     answer,
@@ -68,10 +69,10 @@ def _calls_text(renderings: Renderings, history: HistoryForm) -> str:
 
 
 def has_calls(renderings: Renderings, history: HistoryForm) -> bool:
-    """Return whether the template writes the names of an answer's calls, and no "None" for its content."""
+    """Return whether the template writes the names and values of an answer's calls, and no "None" for its content."""
     tail = _calls_text(renderings, history)
     names = [item["function"]["name"] for item in CALLS[: history.max_calls]]
-    return all(name in tail for name in names) and "None" not in tail[: tail.find(FIRST)]
+    return all(needle in tail for needle in (*names, TEXT)) and "None" not in tail[: tail.find(FIRST)]
 
 
 def takes_calls(renderings: Renderings) -> bool:

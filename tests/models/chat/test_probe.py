@@ -195,7 +195,7 @@ def test_hostile_templates_are_refused_in_bounded_time(monkeypatch: pytest.Monke
         "{{": "does not take these messages",
         "": "writes no calls",
         "{{ tools }}": "writes no calls",
-        "{{ messages[0].content }}{{ 'fzq gzq {' * 5000 }}": "cannot be read back",
+        "{{ messages[0].content }}{{ 'fzq gzq vzqc {' * 4000 }}": "cannot be read back",
         dump + "{{ range(99999) | random }}" + dump: "cannot be read back",
         dump + "{{ 'x' * 70000 }}": "writes 7[0-9]{4} characters, more than 65536",
         "{{ '<a>' * 9000 }}" + dump + "{{ '<a>' * 9000 }}" + dump: "cannot be read back",
