@@ -297,7 +297,7 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
     assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(conversation, None)[1]
 
 
-@pytest.mark.parametrize("style", ["chatml", "mistral"])
+@each("style", ["chatml", "mistral"])
 def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
     """With null in fields that the server lacks, an empty list of calls, and reasoning that was cut before an
     answer."""
@@ -332,7 +332,7 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
     assert (refused(chat, tools=TOOLS).param, chat.prompt(request()).settings) == ("tools", {})
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
     chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
-    assert "calls of tools cannot be read (its template shows no known format)" in refused(chat, tools=TOOLS).message
+    assert "(the calls that its chat template writes cannot be read back): leave" in refused(chat, tools=TOOLS).message
     error = refused(chat, add_special_tokens=True)
     assert (error.param, "the chat template writes these tokens" in error.message) == ("add_special_tokens", True)
     assert chat.prompt(request(tools=TOOLS, tool_choice="none")).settings == {}
