@@ -1,6 +1,6 @@
 """Find the arguments of a template that switch reasoning."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,30 @@ def find_switches(renderings: Renderings, names: Collection[str]) -> tuple[Switc
     levels = [_levels(renderings, name) for name in LEVELS if name in names]
     budgets = [_budget(renderings, name) for name in BUDGETS if name in names]
     return tuple(switch for switch in (*flags, *levels, *budgets) if switch)
+
+
+def arguments_of_effort(switches: Iterable[Switch], effort: str) -> tuple[dict[str, Any], str | None]:
+    """Return the template's arguments for an effort of EFFORTS, and the effort that they express.
+
+    That is the effort itself, the nearest level of the template, "" for reasoning without levels, or None if the
+    template has no argument for it.
+    """
+    arguments: dict[str, Any] = {}
+    expressed = None
+    for switch in switches:
+        value = switch.off if effort == OFF else switch.on
+        if effort != OFF and switch.levels:
+            value = expressed = min(switch.levels, key=lambda level: _distance(level, effort))
+        if value is not None:
+            arguments[switch.name] = value
+            expressed = expressed or (OFF if effort == OFF else "")
+    return arguments, expressed
+
+
+def _distance(level: str, effort: str) -> tuple[int, int]:
+    """Return how far two efforts are apart. Of two equally near levels the higher one is nearer."""
+    place = EFFORTS.index(level)
+    return abs(place - EFFORTS.index(effort)), -place
 
 
 def _flag(renderings: Renderings, name: str) -> Switch | None:

@@ -26,6 +26,7 @@ from models.chat.readback import (
     same,
     written_answers,
 )
+from models.chat.switch import arguments_of_effort
 from models.chat.writer import Call, write_calls
 from models.tokenizers import template_process, templates
 from models.tokenizers.template_process import TemplateProcess
@@ -131,6 +132,15 @@ def test_reasoning_its_prefill_and_its_switches_are_found() -> None:
         ("enable_thinking", False, True, ()),
         ("reasoning_effort", None, None, ("low", "medium", "high")),  # any word is printed: none switches nothing off
     ]
+    efforts = {effort: arguments_of_effort(result.switches, effort) for effort in ("none", "minimal", "medium", "max")}
+    assert efforts == {
+        "none": ({"enable_thinking": False}, "none"),
+        "minimal": ({"enable_thinking": True, "reasoning_effort": "low"}, "low"),
+        "medium": ({"enable_thinking": True, "reasoning_effort": "medium"}, "medium"),
+        "max": ({"enable_thinking": True, "reasoning_effort": "high"}, "high"),
+    }
+    assert arguments_of_effort(result.switches[:1], "low") == ({"enable_thinking": True}, "")
+    assert arguments_of_effort((), "low") == ({}, None)
     known = "{% if reasoning_effort | default('max') not in ('none', 'max') %}{{ raise_exception('no') }}{% endif %}"
     result = chosen(body + known + "{{ reasoning_effort }}{% endif %}")
     assert [(s.name, s.off, s.levels) for s in result.switches] == [("reasoning_effort", "none", ("max",))]
