@@ -11,8 +11,10 @@ from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries, read_format_file
 from models.chat.history import HistoryForm, for_template
 from models.chat.needles import Render
+from models.chat.special_tokens import Vocabulary
 from models.chat.switch import Switch
 from models.tokenizers.base import Message, Tokenizer
+from pipelines.server.api.chat_prompt import vocabulary_of
 
 WITHOUT_CALLS = "text"
 """The format of models that show no other: reasoning between <think> and </think>."""
@@ -32,6 +34,8 @@ class ServedFormat:
     """The form in which the template takes earlier calls."""
     switches: tuple[Switch, ...] = ()
     """The template's arguments that switch reasoning."""
+    vocabulary: Vocabulary | None = None
+    """The special tokens in the format's literals."""
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages for the template. Role developer becomes system."""
@@ -44,6 +48,11 @@ def served_format(tokenizer: Tokenizer | None, template: str | None, setting: st
 
     Raises UserError for an unknown name, and for a file that is no description.
     """
+    served = _served_format(tokenizer, template, setting)
+    return replace(served, vocabulary=vocabulary_of(tokenizer, served.form)) if tokenizer else served
+
+
+def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
     source = (template or tokenizer.tool_template or tokenizer.chat_template or "") if tokenizer else ""
     if setting != "auto":
         served = configured_format(setting)

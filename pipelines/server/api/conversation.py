@@ -14,13 +14,12 @@ from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from models.chat.calls import Tools
 from models.chat.description import ChatFormat
-from models.chat.special_tokens import Vocabulary
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.base import Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.server.api.chat_format import ServedFormat, configured_format, served_format
-from pipelines.server.api.chat_prompt import ChatPrompt, vocabulary_of
+from pipelines.server.api.chat_prompt import ChatPrompt
 from pipelines.server.api.errors import bad_request, not_allowed, too_long
 from pipelines.server.api.requests import ChatRequest, NamedTool
 from pipelines.server.api.settings import guide_of, thinking_setting
@@ -60,10 +59,6 @@ class Chat:
     def format(self) -> ServedFormat:
         """The model's chat format. The first use probes the template."""
         return served_format(self.tokenizer, self._template, self._setting)
-
-    @cached_property
-    def _vocabulary(self) -> Vocabulary | None:
-        return vocabulary_of(self.tokenizer, self.format.form) if self.tokenizer else None
 
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
         """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
@@ -114,7 +109,9 @@ class Chat:
         max_calls = 1 if request.parallel_tool_calls is False else None
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         callable_tools = Tools(parameters, max_calls) if offered else None
-        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, self._vocabulary, num_calls)
+        return ChatPrompt(
+            text, token_ids, settings, form, callable_tools, begun, dropped, self.format.vocabulary, num_calls
+        )
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
