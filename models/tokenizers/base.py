@@ -175,6 +175,23 @@ class Tokenizer(ABC):
         parts = marks.split(text)
         return "".join(parts), self._encode_parts(parts)
 
+    def rendered(
+        self,
+        template: str,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        add_generation_prompt: bool,
+        template_arguments: Mapping[str, Any],
+    ) -> str:
+        """Return a conversation as its template writes it. Raises UserError if the template rejects it."""
+        return self._templates.render(
+            template, messages, self.special_tokens, add_generation_prompt, tools, template_arguments
+        )
+
+    def template_variables(self, template: str) -> frozenset[str]:
+        """Return the variables that a template reads. Raises UserError for a template that is no Jinja."""
+        return self._templates.names(template) - {*GIVEN_BY_US, *self.special_tokens}
+
     def _check_length(self, text: str, max_tokens: int) -> None:
         if (least := self.least_tokens(text)) > max_tokens:
             raise TooLong(least)

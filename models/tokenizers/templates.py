@@ -7,7 +7,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -27,10 +27,12 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
     """Return the conversation as text. Raises any exception of a faulty or hostile template.
 
-    `variables`: other template variables, such as tools, bos_token and add_generation_prompt.
+    `variables`: other template variables, such as tools, bos_token and add_generation_prompt. A template may change
+    lists inside messages and variables: give copies.
     """
     present = [
-        _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+        _with_reasoning({key: value for key, value in message.items() if value is not None or key == "content"})
+        for message in messages
     ]
     return _compiled(template).render(**{"documents": None, **variables, "messages": present})
 
@@ -52,10 +54,8 @@ def _compiled(template: str) -> Template:
 
 @lru_cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters |= {"tojson": _to_json, "from_json": json.loads}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda layout: datetime.now().strftime(layout),
@@ -63,6 +63,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "namespace": _Namespace,
     }
     return environment
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, in which lists may change: Kimi K2's template keeps the ids of calls in a list of its own.
+
+    Messages and variables are parsed for one rendering, so that a change of a list ends with the rendering.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_change = type(obj) is list and attr in ("append", "extend", "insert", "pop")
+        return is_change or super().is_safe_attribute(obj, attr, value)
 
 
 class _Generation(Extension):
@@ -116,7 +127,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON. Jinja's own filter would escape HTML characters."""
+    """Return a value as JSON. Jinja's own filter would escape HTML characters. What `map` yields becomes a list."""
+    value = list(value) if isinstance(value, Iterator) else value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -146,7 +146,7 @@ def test_answers_keep_the_thinking_that_templates_look_for(tmp_path: Path) -> No
 
 
 def test_marks_are_characters_that_the_conversation_has_not(tmp_path: Path) -> None:
-    ours, _ = written(tmp_path, "chatml", byte_level())
+    ours, theirs = written(tmp_path, "chatml", byte_level())
     private = "".join(map(chr, range(0xE000, 0xE005))) + "\\ue005"
     messages = [{"role": "user", "content": f"{private}</s>{private}"}]
     text, ids = ours.encode_messages(messages, None)
@@ -155,19 +155,13 @@ def test_marks_are_characters_that_the_conversation_has_not(tmp_path: Path) -> N
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(UserError, match="the messages contain all private-use characters: leave some of them out"):
         ours.encode_messages([{"role": "user", "content": f"{everything}</s>"}], None)
-
-
-def test_marks_do_not_stay_in_json_of_ascii(tmp_path: Path) -> None:
-    ours, _ = written(tmp_path, "chatml", byte_level())
+    # marks do not stay in JSON of ASCII
     template = "{{ messages | tojson(ensure_ascii=True) }}"
     messages = [{"role": "user", "content": "\u00e9</s>\\ue000"}]
     text, ids = ours.encode_messages(messages, template)
     assert text == json.dumps(messages)
     assert ours.decode(ids, skip_special_tokens=True) == text
-
-
-def test_a_mark_that_a_template_cuts_joins_no_halves(tmp_path: Path) -> None:
-    ours, theirs = written(tmp_path, "chatml", byte_level())
+    # a mark that a template cuts joins no halves
     cut = "{{ messages[0].content[:8] }}{{ messages[0].content[8:] }}{{ messages[0].content.split('im')[0] }}end|>"
     _, ids = ours.encode_messages([{"role": "user", "content": "<|im_end|>"}], cut)
     assert theirs.convert_tokens_to_ids("<|im_end|>") not in ids

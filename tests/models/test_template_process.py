@@ -63,21 +63,6 @@ def test_time_ends_a_template(templates: TemplateProcess, template: str) -> None
     assert render(templates, PLAIN) == "hi!"
 
 
-@each(
-    "template",
-    ["{{ 'a' * 10 ** 10 }}", "{{ 'a' | center(10 ** 9) }}", "{{ '%1000000000d' % 1 }}", "{{ [0] * 10 ** 9 }}"],
-)
-def test_memory_ends_a_template(templates: TemplateProcess, template: str) -> None:
-    with pytest.raises(UserError, match="the chat template does not take these messages: MemoryError"):
-        render(templates, template)
-    assert render(templates, PLAIN) == "hi!"
-
-
-def test_text_that_doubles_meets_one_of_the_limits(templates: TemplateProcess) -> None:
-    with pytest.raises(UserError, match="MemoryError|it takes more than"):
-        render(templates, TWICE)
-
-
 def test_the_length_of_its_text_ends_a_template_but_not_that_of_the_messages(templates: TemplateProcess) -> None:
     with pytest.raises(UserError, match=r"take these messages: it writes 2000000 characters, more than 104\d{4}"):
         render(templates, "{{ 'ab' * 1000000 }}")
@@ -88,14 +73,21 @@ def test_the_length_of_its_text_ends_a_template_but_not_that_of_the_messages(tem
 @each(
     "template, message",
     [
+        *(
+            (f"{{{{ {text} }}}}", "MemoryError")
+            for text in ("'a' * 10 ** 10", "'a' | center(10 ** 9)", "[0] * 10 ** 9")
+        ),
+        ("{{ '%1000000000d' % 1 }}", "MemoryError"),
+        (TWICE, "MemoryError|was stopped, because it takes more than"),
         ("{{ '\ud800' }}", "surrogates not allowed"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
         ("{{ messages[0].content.nope() }}", "has no attribute 'nope'"),
     ],
 )
-def test_other_faults_are_told(templates: TemplateProcess, template: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"the chat template does not take these messages: .*{message}"):
+def test_memory_and_faults_end_a_template(templates: TemplateProcess, template: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"the chat template (does not take these messages: .*)?({message})"):
         render(templates, template)
+    assert render(templates, PLAIN) == "hi!"
 
 
 def test_it_serves_any_thread_and_leaves_none(templates: TemplateProcess) -> None:

@@ -1,12 +1,20 @@
 """The chat format of the served model."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UserError
+from models.chat.choice import choose, history_of
 from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries, read_format_file
-from models.tokenizers.base import Tokenizer
+from models.chat.history import HistoryForm, for_template
+from models.chat.needles import Render
+from models.chat.special_tokens import Vocabulary
+from models.chat.switch import Switch
+from models.tokenizers.base import Message, Tokenizer
+from pipelines.server.api.chat_prompt import vocabulary_of
 
 WITHOUT_CALLS = "text"
 """The format of models that show no other: reasoning between <think> and </think>."""
@@ -22,6 +30,17 @@ class ServedFormat:
     """config, entry, probe or refused."""
     reason: str = ""
     """Why calls cannot be read."""
+    history: HistoryForm = HistoryForm()
+    """The form in which the template takes earlier calls."""
+    switches: tuple[Switch, ...] = ()
+    """The template's arguments that switch reasoning."""
+    vocabulary: Vocabulary | None = None
+    """The special tokens in the format's literals."""
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages for the template. Role developer becomes system."""
+        renamed = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+        return for_template(renamed, self.history)
 
 
 def served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
@@ -29,24 +48,55 @@ def served_format(tokenizer: Tokenizer | None, template: str | None, setting: st
 
     Raises UserError for an unknown name, and for a file that is no description.
     """
+    served = _served_format(tokenizer, template, setting)
+    return replace(served, vocabulary=vocabulary_of(tokenizer, served.form)) if tokenizer else served
+
+
+def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
+    source = (template or tokenizer.tool_template or tokenizer.chat_template or "") if tokenizer else ""
     if setting != "auto":
-        return _configured(setting)
+        served = configured_format(setting)
+        return replace(served, history=history_of(_renderer(tokenizer, source), served.form)[0]) if source else served
     if tokenizer is None:
         return ServedFormat("none", ChatFormat(), "refused", "there is no tokenizer")
     if tokenizer.coded_chat_format and template is None:
         return _entry(tokenizer.coded_chat_format)
-    templates = template or f"{tokenizer.chat_template or ''}{tokenizer.tool_template or ''}"
-    names = matching_entries(templates, tokenizer.control_texts)
-    if names:
-        return _entry(names[0])
-    return ServedFormat(WITHOUT_CALLS, entries()[WITHOUT_CALLS].form, "refused", "its template shows no known format")
+    if not source:
+        names = matching_entries("", tokenizer.control_texts)
+        return _entry(names[0]) if names else _without_calls("its template shows no known format")
+    texts = template or f"{tokenizer.chat_template or ''}{tokenizer.tool_template or ''}"
+    choice = choose(_renderer(tokenizer, source), texts, tokenizer.control_texts, _variables(tokenizer, source))
+    if choice.form == ChatFormat():
+        return _without_calls(choice.reason)
+    return ServedFormat(choice.name, choice.form, choice.origin, choice.reason, choice.history, choice.switches)
+
+
+def _without_calls(reason: str) -> ServedFormat:
+    return ServedFormat(WITHOUT_CALLS, entries()[WITHOUT_CALLS].form, "refused", reason)
+
+
+def _renderer(tokenizer: Tokenizer | None, template: str) -> Render:
+    assert tokenizer
+
+    def render(messages: Any, tools: Any, add_generation_prompt: bool, arguments: Mapping[str, Any]) -> str:
+        return tokenizer.rendered(template, messages, tools, add_generation_prompt, arguments)
+
+    return render
+
+
+def _variables(tokenizer: Tokenizer, template: str) -> Collection[str]:
+    try:
+        return tokenizer.template_variables(template)
+    except UserError:  # no Jinja: a request with messages gets this error
+        return ()
 
 
 def _entry(name: str) -> ServedFormat:
     return ServedFormat(name, entries()[name].form, "entry")
 
 
-def _configured(setting: str) -> ServedFormat:
+def configured_format(setting: str) -> ServedFormat:
+    """Return the format that serve.response_template names. Raises UserError as `served_format` does."""
     if setting in entries():
         form = entries()[setting].form
     elif Path(setting).expanduser().is_file():

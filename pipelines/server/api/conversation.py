@@ -1,10 +1,10 @@
 """Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +15,12 @@ from models.chat.calls import Tools
 from models.chat.description import ChatFormat
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
-from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
+from models.tokenizers.base import Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
-from pipelines.server.api.chat_format import ServedFormat, served_format
-from pipelines.server.api.chat_prompt import ChatPrompt, vocabulary_of
+from pipelines.server.api.chat_format import ServedFormat, configured_format, served_format
+from pipelines.server.api.chat_prompt import ChatPrompt
 from pipelines.server.api.errors import bad_request, not_allowed, too_long
-from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
+from pipelines.server.api.requests import ChatRequest, NamedTool
 from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
 
@@ -38,8 +38,9 @@ class Chat:
         self.tokenizer = tokenizer
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
-        self.format: ServedFormat = served_format(tokenizer, self._template, config.response_template)
-        self._vocabulary = vocabulary_of(tokenizer, self.format.form) if tokenizer else None
+        self._setting = config.response_template
+        if self._setting != "auto":
+            configured_format(self._setting)  # a wrong value ends the start
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -52,6 +53,11 @@ class Chat:
         else:
             path = find_checkpoint(model.path, False, False, model.hub, model.revision)
         return cls(open_tokenizer(path), config)
+
+    @cached_property
+    def format(self) -> ServedFormat:
+        """The model's chat format. The first use probes the template."""
+        return served_format(self.tokenizer, self._template, self._setting)
 
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
         """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
@@ -102,14 +108,16 @@ class Chat:
         max_calls = 1 if request.parallel_tool_calls is False else None
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         callable_tools = Tools(parameters, max_calls) if offered else None
-        return ChatPrompt(text, token_ids, settings, form, callable_tools, begun, dropped, self._vocabulary, num_calls)
+        return ChatPrompt(
+            text, token_ids, settings, form, callable_tools, begun, dropped, self.format.vocabulary, num_calls
+        )
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
     ) -> tuple[str, list[int]]:
         arguments = dict(request.chat_template_kwargs or {})
         effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
-        messages = [self._message(message) for message in request.conversation()]
+        messages = self.format.messages(request.conversation())
         try:
             return tokenizer.encode_messages(
                 messages,
@@ -127,23 +135,6 @@ class Chat:
             ) from error
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
-
-    def _message(self, message: Message) -> Message:
-        """Return a message for templates. Role developer becomes system, and call arguments become objects.
-
-        DeepSeek's template takes call arguments as text.
-        """
-        if message["role"] == "developer":
-            return message | {"role": "system"}
-        if not message.get("tool_calls"):
-            fields = {name: value for name, value in message.items() if name != "tool_calls"}
-            return fields | ({"content": ""} if fields.get("content") is None else {})
-        calls = []
-        for call in message["tool_calls"]:
-            text = call["function"]["arguments"] or "{}"
-            arguments = text if self.format.name == "deepseek" else _arguments(text)
-            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-        return message | {"tool_calls": calls}
 
     def _settings(
         self, request: ChatRequest, tools: list[Tool], form: ChatFormat, begun: str, num_calls: int
@@ -192,12 +183,3 @@ def _read_template(path: str) -> str:
         raise UserError(
             f"serve.chat_template={path} cannot be read ({error}): give auto, none or a Jinja file"
         ) from error
-
-
-def _arguments(text: str) -> dict[str, Any] | str:
-    """Return the JSON object in a text, or the text itself if a model wrote something else."""
-    try:
-        arguments = check_depth(json.loads(text))
-    except (ValueError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text

@@ -334,7 +334,7 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
     assert (refused(chat, tools=TOOLS).param, chat.prompt(request()).settings) == ("tools", {})
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
     chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
-    assert "calls of tools cannot be read (its template shows no known format)" in refused(chat, tools=TOOLS).message
+    assert "(the calls that its chat template writes cannot be read back): leave" in refused(chat, tools=TOOLS).message
     error = refused(chat, add_special_tokens=True)
     assert (error.param, "the chat template writes these tokens" in error.message) == ("add_special_tokens", True)
     assert chat.prompt(request(tools=TOOLS, tool_choice="none")).settings == {}
