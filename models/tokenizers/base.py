@@ -152,9 +152,7 @@ class Tokenizer(ABC):
         if max_tokens is not None and template is None:
             self._check_length(_users_texts(messages), max_tokens)
         arguments = dict(template_arguments or {})
-        if template is None and tools:
-            template = self.tool_template
-        template = template or self.chat_template
+        template = self._template_for(template, bool(tools))
         if template is None:
             token_ids = self._in_own_format(messages, add_generation_prompt, tools, arguments)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
@@ -173,6 +171,20 @@ class Tokenizer(ABC):
             return text, self.encode(text, add_special_tokens=False)  # the template has written BOS if necessary
         parts = marks.split(text)
         return "".join(parts), self._encode_parts(parts)
+
+    def template_arguments(self, template: str | None, has_tools: bool) -> frozenset[str]:
+        """Return the names of the template variables that `template_arguments` of encode_messages can set.
+
+        `template`: as in encode_messages. Raises UserError for a template that cannot be parsed.
+        """
+        template = self._template_for(template, has_tools)
+        return self._open_names(template) if template else frozenset()
+
+    def _template_for(self, template: str | None, has_tools: bool) -> str | None:
+        return template or (self.tool_template if has_tools else None) or self.chat_template
+
+    def _open_names(self, template: str) -> frozenset[str]:
+        return self._templates.names(template) - {*GIVEN_BY_US, *self.special_tokens}
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if (least := self.least_tokens(text)) > max_tokens:
@@ -212,12 +224,11 @@ class Tokenizer(ABC):
         return TemplateProcess()
 
     def _check_reads(self, template: str, tools: list[Tool] | None, arguments: Mapping[str, Any]) -> None:
-        names = self._templates.names(template)
-        if tools and "tools" not in names:
+        if tools and "tools" not in self._templates.names(template):
             raise UnreadArgument("tools", "the chat template reads no tools: leave them out, or give another template")
         for name in arguments:
-            if name not in names or name in {*GIVEN_BY_US, *self.special_tokens}:
-                open_names = ", ".join(sorted(names - {*GIVEN_BY_US, *self.special_tokens})) or "none"
+            if name not in (names := self._open_names(template)):
+                open_names = ", ".join(sorted(names)) or "none"
                 raise UnreadArgument(name, f"{name!r} is not an argument of the chat template, which has {open_names}")
 
     def _in_own_format(

@@ -19,6 +19,7 @@ from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Conte
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.reasoning import with_effort
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.server.api.settings import guide_of
 from pipelines.server.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
@@ -49,6 +50,8 @@ class ChatPrompt:
         self.token_ids = token_ids
         self.settings = settings
         """DecodeConfig settings that the tools and the reasoning require."""
+        self.warnings: list[str] = []
+        """Fields of the request that the chat template cannot honour."""
         self._form, self._tool_names, self._reasons = form, tool_names, reasons
         self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
         self._samples = itertools.count()
@@ -144,7 +147,7 @@ class Chat:
             )
         # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
-        text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
+        (text, token_ids), warnings = self._encoded(self.tokenizer, request, tools, max_tokens)
         form = FORMATS[self._form]
         reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
         names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
@@ -157,15 +160,18 @@ class Chat:
         dropped = [
             text for text in special_texts if not any(text in literal for literal in form.literals + [*CALL_TOKENS])
         ]
-        return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
+        prompt = ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
+        prompt.warnings = warnings
+        return prompt
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
-    ) -> tuple[str, list[int]]:
+    ) -> tuple[tuple[str, list[int]], list[str]]:
+        """Return text and token ids, and warnings."""
         arguments = dict(request.chat_template_kwargs or {})
-        effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
         messages = [self._message(message) for message in request.conversation()]
-        try:
+
+        def encode(effort: dict[str, Any]) -> tuple[str, list[int]]:
             return tokenizer.encode_messages(
                 messages,
                 self._template,
@@ -173,13 +179,15 @@ class Chat:
                 template_arguments=arguments | effort,
                 max_tokens=max_tokens,
             )
+
+        try:
+            names = tokenizer.template_arguments(self._template, bool(tools)) if request.reasoning_effort else set()
+            return with_effort(encode, request.reasoning_effort, names - arguments.keys())
         except TooLong as error:
             raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
         except UnreadArgument as error:
-            is_request_field = error.name in ("tools", *effort)
-            raise bad_request(
-                str(error), error.name if is_request_field else f"chat_template_kwargs.{error.name}"
-            ) from error
+            field = error.name if error.name == "tools" else f"chat_template_kwargs.{error.name}"
+            raise bad_request(str(error), field) from error
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 

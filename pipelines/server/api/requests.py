@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from conf.decoding import MAX_LIST
 from pipelines.server.api.errors import bad_request, not_allowed
+from pipelines.server.api.skipping import NotUsed, Skippable
 
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
@@ -82,6 +83,8 @@ class Body(Shape):
 
     path: ClassVar[str]
     """Path of the route, which is a POST route."""
+    names_model: ClassVar[bool] = False
+    """Whether `model` must be given if the server has several models."""
     model: Name | None = None
     """None: the server's model."""
 
@@ -102,6 +105,18 @@ def check_depth(value: T) -> T:
 Parts: TypeAlias = Annotated[list[T], Field(max_length=MAX_PARTS, fail_fast=True)]
 Json: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_depth)]
 """An object whose schema is not known here."""
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class SkippedObject(Skippable, Shape):
+    """An object that is left out of the request. Only its type is checked: a subclass lists the allowed types."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_depth(cls, value: object) -> object:
+        return check_depth(value)
 
 
 class StreamOptions(Shape):
@@ -157,7 +172,8 @@ class StructuredOutputs(Shape):
 class Sampling(Body):
     """Fields shared by all generation requests: OpenAI's settings, then vLLM's."""
 
-    model: Name
+    names_model = True
+
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = None
@@ -226,7 +242,7 @@ class CacheControl(Shape):
     """A cache hint. It has no effect: the prefix cache works without it."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: Annotated[Literal["5m", "1h"] | None, NotUsed()] = None
 
 
 class TextPart(Shape):
@@ -266,8 +282,10 @@ class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name of `reasoning_content`."""
     refusal: str | None = None
-    annotations: Annotated[list[Json], Field(max_length=0)] | None = None
+    annotations: Annotated[Parts[Json] | None, NotUsed(unless=([],))] = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
 
@@ -319,7 +337,8 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: NumTokens | None = None
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None
@@ -352,8 +371,10 @@ class ChatRequest(Sampling):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for chat templates. Content parts are joined by line breaks; null fields are dropped."""
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        messages = [message.model_dump(exclude_none=True, exclude={"annotations"}) for message in self.messages]
         for message in messages:
+            if (reasoning := message.pop("reasoning", None)) is not None:
+                message.setdefault("reasoning_content", reasoning)
             if isinstance(message.get("content"), list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])
         return messages

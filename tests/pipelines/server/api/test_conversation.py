@@ -288,7 +288,28 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     error = refused(chat, chat_template_kwargs={"thinking": False})
     assert error.param == "chat_template_kwargs.thinking"
     assert "'thinking' is not an argument of the chat template, which has enable_thinking" in error.message
-    assert refused(chat, reasoning_effort="low").param == "reasoning_effort"
+    for effort, warnings in (
+        ("none", []),
+        ("low", ["reasoning_effort=low only turns reasoning on: the chat template has no levels"]),
+    ):
+        prompt = chat.prompt(request(reasoning_effort=effort))
+        assert (prompt.text.endswith("</think>\n\n"), prompt.warnings) == (effort == "none", warnings)
+    plain, _ = chat_of(tmp_path / "plain", "glm4")
+    unused = ["reasoning_effort=max is not used: the chat template has no argument for it"]
+    assert plain.prompt(request(reasoning_effort="max")).warnings == unused
+    levels = tmp_path / "levels.jinja"
+    levels.write_text(
+        "{%- if reasoning_effort is defined and reasoning_effort not in ('none', 'low', 'high') %}"
+        "{{- raise_exception('none, low or high') }}{%- endif %}{{- reasoning_effort }}{{- messages[0].content }}"
+    )
+    chat, _ = chat_of(tmp_path / "levels", "chatml", chat_template=str(levels))
+    for effort, level in (("none", "none"), ("minimal", "low"), ("medium", "high"), ("max", "high"), ("low", "low")):
+        prompt = chat.prompt(request(reasoning_effort=effort))
+        changed = [] if effort == level else [f"reasoning_effort={effort} becomes {level} for the chat template"]
+        assert (prompt.text, prompt.warnings) == (f"{level}Hi", changed)
+    levels.write_text("{{- raise_exception(reasoning_effort or 'no effort') }}")
+    chat, _ = chat_of(tmp_path / "rejecting", "chatml", chat_template=str(levels))
+    assert "does not take these messages: no effort" in refused(chat, reasoning_effort="max").message
 
 
 @pytest.mark.parametrize(
