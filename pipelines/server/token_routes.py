@@ -9,13 +9,14 @@ from pydantic import Field
 from models.tokenizers import Tokenizer
 from pipelines.replicas.engine_process.client import EngineRefused
 from pipelines.replicas.engine_process.frames import SubmitPooled
-from pipelines.server.api import messages
+from pipelines.server.api import message_requests, response_requests
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.server.api.errors import ApiError, bad_request, too_long
-from pipelines.server.api.messages import CountTokensRequest
+from pipelines.server.api.message_requests import CountTokensRequest
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body, ChatRequest, Json, Message, Prompt, TokenIds, Tool
+from pipelines.server.api.response_requests import CountInputRequest
 from pipelines.server.api.settings import cache_salt
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.service import Result
@@ -44,9 +45,21 @@ class DetokenizeRequest(Body):
 async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: Chat) -> Result:
     """Count the tokens of a conversation's prompt, in the format of Anthropic's API."""
     try:
-        return {"input_tokens": len((await chat.encode(body.chat_request())).token_ids)}
+        prompt = await chat.encode(body.chat_request())
     except ApiError as error:
-        raise error.renamed(messages.NAMES) from error
+        raise error.renamed(message_requests.NAMES) from error
+    session.record.warnings += prompt.warnings
+    return {"input_tokens": len(prompt.token_ids)}
+
+
+async def count_input_tokens(body: CountInputRequest, session: EngineSession, chat: Chat) -> Result:
+    """Count the tokens of a conversation's prompt, in the format of OpenAI's responses."""
+    try:
+        prompt = await chat.encode(body.chat())
+    except ApiError as error:
+        raise error.renamed(response_requests.NAMES) from error
+    session.record.warnings += prompt.warnings
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
 async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:

@@ -292,6 +292,10 @@ class InputTokens(AnswerShape):
     input_tokens: Count
 
 
+class ResponseInputTokens(InputTokens):
+    object: Literal["response.input_tokens"]
+
+
 class Text(AnswerShape):
     prompt: str
 

@@ -46,6 +46,7 @@ def test_there_are_not_other_routes() -> None:
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
         ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/files"), ("GET", "/v1/files"),
         ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
@@ -176,6 +177,12 @@ def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[st
         answer = ask("POST", path, service, json={**body, "model": name})
         assert (answer.status_code, answer.json()["model"]) == (200, name)
         assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
+    unnamed = {key: value for key, value in body.items() if key != "model"}
+    if "embed" not in path:
+        assert ask("POST", path, service_of(FakeEngine()), json=unnamed).json()["model"] == "tiny"
+        answer = ask("POST", path, service, json=unnamed)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "model is missing: give one of tiny, fr, story"
 
 
 def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,21 +245,16 @@ def test_prompts_over_the_waiting_limit_run_alone() -> None:
 
 @each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
 def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
-    """Also if the server's settings request more."""
-    engine = FakeEngine(decode={"n": 3, "temperature": 1.0})
-    assert ask("POST", path, service_of(engine, batch_size=1, max_waiting=0), json=body).status_code == 200
-    (submit,) = engine.submitted
-    assert isinstance(submit, Submit)
-    assert submit.decode["n"] == 1
-
-
-@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
-def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngine(decode={"num_beams": 4, "num_return_sequences": 2})
-    assert ask("POST", path, service_of(engine), json=body).status_code == 200
-    (submit,) = engine.submitted
-    assert isinstance(submit, Submit)
-    assert submit.decode["num_return_sequences"] == 1
+    """Also if the server's settings request more. Of the server's beams it is the best one."""
+    for decode, config, name in (
+        ({"n": 3, "temperature": 1.0}, {"batch_size": 1, "max_waiting": 0}, "n"),
+        ({"num_beams": 4, "num_return_sequences": 2}, {}, "num_return_sequences"),
+    ):
+        engine = FakeEngine(decode=decode)
+        assert ask("POST", path, service_of(engine, **config), json=body).status_code == 200
+        (submit,) = engine.submitted
+        assert isinstance(submit, Submit)
+        assert submit.decode[name] == 1
 
 
 @each(

@@ -20,10 +20,10 @@ from models.tokenizers import Tokenizer
 from models.tokenizers.answers import FORMATS
 from pipelines.server.api.conversation import LONG_TEXT, Chat
 from pipelines.server.api.errors import ApiError
-from pipelines.server.api.messages import NAMES as MESSAGES_NAMES
+from pipelines.server.api.message_requests import NAMES as MESSAGES_NAMES
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
-from pipelines.server.api.responses import NAMES as RESPONSES_NAMES
+from pipelines.server.api.response_requests import NAMES as RESPONSES_NAMES
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
 from tests.helpers.fork_server import true_starts

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from pipelines.server.api.answers import AnswerInfo, ChoiceText, Event
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.parsing import check_request
-from pipelines.server.api.responses import NAMES, ResponseRequest, ResponseWriter
+from pipelines.server.api.response_requests import NAMES, ResponseRequest
+from pipelines.server.api.responses import ResponseWriter
 from tests.helpers.cases import each
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -149,11 +150,12 @@ def test_fields_become_the_chats() -> None:
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "r"}, "previous_response_id", "nothing is kept between requests"),
-        ({"store": True}, "store", "store=True is not allowed: give False"),
+        ({"prompt": {"id": "p"}}, "prompt", "prompt is not supported"),
         ({"background": True}, "background", "background=True is not allowed"),
         ({"input": []}, "input", "at least 1 item"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "give 'function'"),
     ],
 )
 def test_unsupported_fields_are_named(fields: dict[str, Any], param: str, message: str) -> None:
