@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -194,14 +195,51 @@ def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch
 def test_adapters_and_prefixes_are_models() -> None:
     service = service_of(FakeEngine(prefixes={"story": 5}), {"fr": "/adapters/fr"}, {"story": "/story.npy"})
     models = ask("GET", "/v1/models", service).json()
-    entries = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
-    assert entries == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
+    fields = ("id", "root", "parent", "max_model_len", "context_length")
+    entries = [tuple(model[field] for field in fields) for model in models["data"]]
+    assert entries == [
+        ("tiny", "tiny", None, 64, 64),
+        ("fr", "tiny", "tiny", 64, 64),
+        ("story", "tiny", "tiny", 59, 59),
+    ]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
+    check_anthropics_models(service)
     assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
     with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
         service_of(FakeEngine(), {"tiny": "/adapters/fr"})
     with pytest.raises(UserError, match="model.prefixes=tiny is not allowed: it is the model's own name"):
         service_of(FakeEngine(), prefixes={"tiny": "/story.npy"})
+
+
+def check_anthropics_models(service: Service) -> None:
+    async def listed() -> list[anthropic.types.ModelInfo]:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app_of(service)))
+        async with anthropic.AsyncAnthropic(api_key="k", base_url=URL, http_client=http) as client:
+            assert (await client.models.retrieve("fr")).display_name == "fr"
+            before = await client.models.list(before_id="story", limit=1)
+            assert ([model.id for model in before.data], before.has_more) == (["fr"], True)
+            return [model async for model in client.models.list(limit=2)]
+
+    models = run_async(listed())
+    assert [(model.id, model.type, model.max_input_tokens) for model in models] == [
+        ("tiny", "model", 64),
+        ("fr", "model", 64),
+        ("story", "model", 59),
+    ]
+    assert int(models[0].created_at.timestamp()) == service.created
+    for headers, is_anthropics in (
+        ({"x-api-key": "k"}, True),
+        ({"x-api-key": "k", "authorization": "Bearer k"}, False),
+        ({"anthropic-version": "2023-06-01", "authorization": "Bearer k"}, True),
+    ):
+        answer = ask("GET", "/v1/models", service, headers=headers).json()
+        assert ("first_id" in answer, "object" in answer) == (is_anthropics, not is_anthropics)
+        answer = ask("GET", "/v1/models?limit=0", service, headers=headers).json()
+        assert "limit='0' is not allowed" in answer["error"]["message"]
+    for query, param in (("after_id=de&beta=true", "after_id"), ("after_id=fr&before_id=fr", "before_id")):
+        answer = ask("GET", f"/v1/models?{query}", service, headers={"x-api-key": "k"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert len(ask("GET", "/v1/models?client_version=1", service).json()["data"]) == 3
 
 
 def test_a_prefix_leaves_less_of_the_context() -> None:
