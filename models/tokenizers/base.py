@@ -11,6 +11,7 @@ from typing import Any
 from conf.errors import UserError
 from models.tokenizers.answers import find_format
 from models.tokenizers.control_tokens import ControlTokens
+from models.tokenizers.prefill import cut_at_tag, tagged
 from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
@@ -136,11 +137,13 @@ class Tokenizer(ABC):
         tools: list[Tool] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
+        continue_final_message: bool = False,
     ) -> tuple[str, list[int]]:
         """Return a conversation as text and token ids.
 
-        With `add_generation_prompt` it ends where the assistant's turn begins. Text in messages, tools and arguments
-        never becomes a control token: "<|im_end|>" from a user stays text.
+        With `add_generation_prompt` it ends where the assistant's turn begins. With `continue_final_message` it ends
+        with the text of the last message instead. Text in messages, tools and arguments never becomes a control token:
+        "<|im_end|>" from a user stays text.
 
         `template`: Jinja source; None: the tokenizer's own. `template_arguments`: other template variables, such as
         enable_thinking. `max_tokens`: limit of the conversation; None: no limit.
@@ -154,7 +157,9 @@ class Tokenizer(ABC):
         arguments = dict(template_arguments or {})
         template = self._template_for(template, bool(tools))
         if template is None:
-            token_ids = self._in_own_format(messages, add_generation_prompt, tools, arguments)
+            token_ids = self._in_own_format(
+                messages, add_generation_prompt and not continue_final_message, tools, arguments
+            )
             return self.decode(token_ids, skip_special_tokens=False), token_ids
         if tools or arguments:
             self._check_reads(template, tools, arguments)
@@ -162,9 +167,11 @@ class Tokenizer(ABC):
         if marks:
             messages = [marks.put(message, message.get("role") == "assistant") for message in messages]
             tools, arguments = marks.put(tools), marks.put(arguments)
-        text = self._templates.render(
-            template, messages, self.special_tokens, add_generation_prompt, tools or None, arguments
-        )
+        begins = add_generation_prompt and not continue_final_message
+        rendered = tagged(messages) if continue_final_message else messages
+        text = self._templates.render(template, rendered, self.special_tokens, begins, tools or None, arguments)
+        if continue_final_message:
+            text = cut_at_tag(text, messages)
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         if not marks:

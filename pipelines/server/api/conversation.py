@@ -15,7 +15,7 @@ from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
-from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
+from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning, Region
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.server.api.errors import bad_request, too_long
@@ -149,7 +149,7 @@ class Chat:
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         (text, token_ids), warnings = self._encoded(self.tokenizer, request, tools, max_tokens)
         form = FORMATS[self._form]
-        reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
+        reasons = any(not region.read_calls and _is_open(region, text, request) for region in form.regions)
         names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
         if names and not form.calls:
             message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
@@ -178,6 +178,8 @@ class Chat:
                 tools=tools or None,
                 template_arguments=arguments | effort,
                 max_tokens=max_tokens,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
             )
 
         try:
@@ -234,6 +236,15 @@ class Chat:
         elif guide and reasons:
             settings["guide"] = after_reasoning(guide)
         return settings
+
+
+def _is_open(region: Region, text: str, request: ChatRequest) -> bool:
+    """Return whether a prompt ends inside a region of the answer. A continued message may contain its opening."""
+    if not request.continue_final_message:
+        return text.rstrip().endswith(region.opening)
+    begun = str(request.conversation()[-1].get("content"))
+    closed = -1 if region.closing is None else begun.rfind(region.closing)
+    return begun.rfind(region.opening) > closed
 
 
 def _read_template(path: str) -> str:

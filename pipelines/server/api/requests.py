@@ -340,6 +340,10 @@ class ChatRequest(Sampling):
     reasoning_effort: Effort | None = None
     thinking_token_budget: NumTokens | None = None
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where an answer begins. The default is true without continue_final_message."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the text of the last message."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None
     metadata: (
@@ -359,6 +363,9 @@ class ChatRequest(Sampling):
                 f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} differ: give one"
             )
             raise bad_request(message, "max_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: give only one"
+            raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):

@@ -279,6 +279,20 @@ def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> No
     assert refused(chat, messages=[{"role": "user", "content": "Hi", "audio": {}}]).param == "messages[0].audio"
 
 
+def check_begun_answers(chat: Chat) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The "}]
+    prompt = chat.prompt(request(messages=begun, continue_final_message=True))
+    assert prompt.text.endswith("<|im_start|>assistant\nThe ")
+    assert prompt.reader().read("end") == [{"content": "end"}]
+    thought = [begun[0], {"role": "assistant", "content": "<think>Hm"}]
+    reader = chat.prompt(request(messages=thought, continue_final_message=True)).reader()
+    assert reader.read("so</think>x y") + reader.end() == [{"reasoning_content": "so"}, {"content": "x y"}]
+    assert chat.prompt(request(messages=begun, add_generation_prompt=False)).text.endswith("The <|im_end|>\n")
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    called = [begun[0], {"role": "assistant", "tool_calls": calls}]
+    assert refused(chat, messages=called, continue_final_message=True).param == "messages"
+
+
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, "chatml")
     prompt = chat.prompt(request(chat_template_kwargs={"enable_thinking": False}))
@@ -294,6 +308,7 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     ):
         prompt = chat.prompt(request(reasoning_effort=effort))
         assert (prompt.text.endswith("</think>\n\n"), prompt.warnings) == (effort == "none", warnings)
+    check_begun_answers(chat)
     plain, _ = chat_of(tmp_path / "plain", "glm4")
     unused = ["reasoning_effort=max is not used: the chat template has no argument for it"]
     assert plain.prompt(request(reasoning_effort="max")).warnings == unused

@@ -97,6 +97,11 @@ def completion(**fields: Any) -> CompletionRequest:
             "reasoning_effort",
             "'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'",
         ),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt are both true: give only one",
+        ),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
         ({"tools": [tool_of(nested(65))]}, "tools[0].function.parameters", "give JSON of at most 64 levels"),
         ({"chat_template_kwargs": nested(900)}, "chat_template_kwargs", "give JSON of at most 64 levels"),
