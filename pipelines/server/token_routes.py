@@ -30,9 +30,14 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Whether special tokens such as BOS are added to a prompt. The default is true."""
     return_token_strs: bool | None = None
+
+
+_OF_MESSAGES = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class DetokenizeRequest(Body):
@@ -106,12 +111,13 @@ async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        if body.tools or body.chat_template_kwargs:
-            raise bad_request("tools and chat_template_kwargs go with messages: leave them out", "tools")
+        for name in _OF_MESSAGES:
+            if getattr(body, name):
+                raise bad_request(f"{name} goes with messages: leave it out", name)
         special = body.add_special_tokens is not False
         return await chat.in_thread(len(body.prompt), encode_text, chat.tokenizer, body.prompt, special)
     fields = body.model_dump(exclude_none=True, by_alias=True)
-    names = ("messages", "tools", "chat_template_kwargs", "add_special_tokens")
+    names = ("messages", "add_special_tokens", *_OF_MESSAGES)
     as_chat = check_request(ChatRequest, {"model": model} | {name: fields[name] for name in names if name in fields})
     return (await chat.encode(as_chat)).token_ids
 

@@ -283,11 +283,11 @@ class CountTokensRequest(Body):
 
     @model_validator(mode="after")
     def _check_last(self) -> "CountTokensRequest":
-        if isinstance(self.messages[-1], AssistantTurn):
-            message = (
-                "the last message is the assistant's, and beginnings of answers are not taken: end with the user's"
-            )
-            raise bad_request(message, "messages")
+        if isinstance(last := self.messages[-1], AssistantTurn):
+            (message,) = last.messages()
+            if not message.get("content") or "tool_calls" in message:
+                problem = "the last message is the assistant's and is no text that an answer can continue"
+                raise bad_request(f"{problem}: end with the user's message", "messages")
         return self
 
     def chat_request(self) -> ChatRequest:
@@ -298,6 +298,7 @@ class CountTokensRequest(Body):
             "n": 1,
             "messages": system + [message for turn in self.messages for message in turn.messages()],
             "tools": self.tools and [tool.tool() for tool in self.tools if isinstance(tool, CustomTool)],
+            "continue_final_message": isinstance(self.messages[-1], AssistantTurn) or None,
             "response_format": self._format(),
             **self._reasoning(),
             **self._settings(),

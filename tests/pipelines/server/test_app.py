@@ -262,6 +262,9 @@ def test_tokens() -> None:
     assert plain["tokens"] == tokenizer().encode("Once", False)
     chat = ask("POST", "/tokenize", json={"messages": CHAT["messages"]}).json()
     assert chat["tokens"] == tokenizer().encode_messages([{"role": "user", "content": "hi"}], None)[1]
+    begun = ask("POST", "/tokenize", json={"messages": CHAT["messages"], "continue_final_message": True}).json()
+    assert tokenizer().decode(begun["tokens"], skip_special_tokens=False).endswith("user\nhi")
+    assert ask("POST", "/tokenize", json={"prompt": "a", "continue_final_message": True}).status_code == 400
     assert ask("POST", "/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": "Once upon a time"}
     assert ask("POST", "/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
     assert ask("POST", "/tokenize", json={"prompt": "a", "messages": CHAT["messages"]}).status_code == 400

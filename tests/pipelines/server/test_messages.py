@@ -34,6 +34,7 @@ from tests.helpers.waiting import LIMIT_S
 SERVED = msgspec.structs.replace(READY, context_length=4096, num_cache_tokens=4096)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "clock", "input_schema": {"type": "object"}}]
+CALL = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
 Answering = Callable[[MessagesRequest], Any]
 
@@ -118,7 +119,6 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, "chatml")
     asked: list[ChatRequest] = []
     client = client_of(lambda body: asked.append(body.chat_request()) or written(chat, body, "Fine"))  # type: ignore[func-returns-value]
-    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
     results = [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}]},
         {"type": "tool_result", "tool_use_id": "b", "content": "none", "is_error": True},
@@ -131,7 +131,7 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": ""},
                 {"type": "text", "text": "I look."},
-                call,
+                CALL,
             ],
         },
         {"role": "user", "content": results},
@@ -159,6 +159,8 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
 
 
 def check_settings() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "The"}]}]
+    assert (asked_chat(messages=begun).continue_final_message, asked_chat().continue_final_message) == (True, None)
     request = asked_chat(tools=TOOLS, tool_choice={"type": "tool", "name": "clock", "disable_parallel_tool_use": True})
     assert request.tool_choice.function.name == "clock"  # type: ignore[union-attr]
     assert request.parallel_tool_calls is False
@@ -177,7 +179,11 @@ def check_settings() -> None:
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "end with the user's"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "end with the user's"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "a"}, CALL]}]},
+            "end with the user's",
+        ),
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name is for type=tool"),
         ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens is for type=enabled"),
         (
