@@ -113,10 +113,10 @@ class SkippedObject(Skippable, Shape):
 
     model_config = ConfigDict(extra="allow")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_depth(cls, value: object) -> object:
-        return check_depth(value)
+    @model_validator(mode="after")
+    def _check_depth(self) -> "SkippedObject":
+        check_depth(self.model_extra)
+        return self
 
 
 class StreamOptions(Shape):

@@ -208,7 +208,10 @@ class InputTools(InputItem):
     tools: Tools
 
 
-Item: TypeAlias = InputMessage | InputCall | InputCustomCall | InputResult | InputReasoning | InputTools | HostedItem
+Item: TypeAlias = Annotated[
+    InputMessage | InputCall | InputCustomCall | InputResult | InputReasoning | InputTools | HostedItem,
+    Field(union_mode="left_to_right"),  # an item fits at most one, and the other mode reads it as all of them
+]
 
 
 class TextFormat(Shape):

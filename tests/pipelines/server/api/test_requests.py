@@ -181,7 +181,7 @@ BLAMED: list[tuple[type[Shape], dict[str, Any], str, str]] = [
     (ResponseRequest, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "'item_reference'"),
     (ResponseRequest, {"input": "a", "tools": [{"type": "robot"}]}, "tools[0].type", "give 'function', "),
     (ResponseRequest, {"input": "a", "tools": [{"type": "function", "name": "f", "nope": 1}]}, "tools[0].nope", ""),
-    (ResponseRequest, {"input": "a", "tools": [{"type": "mcp", "a": nested(65)}]}, "tools[0]", "at most 64 levels"),
+    (ResponseRequest, {"input": "a", "tools": [{"type": "mcp", **nested(65)}]}, "tools[0]", "at most 64 levels"),
     (ResponseRequest, {"input": "a", "reasoning": {"effort": "low", "nope": 1}}, "reasoning.nope", "no such field"),
     (ResponseRequest, {"input": "a", "include": ["nope"]}, "include[0]", "'reasoning.encrypted_content'"),
     (ResponseRequest, {"input": "a", "max_tool_calls": 0}, "max_tool_calls", "greater than or equal to 1"),
