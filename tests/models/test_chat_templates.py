@@ -61,7 +61,7 @@ def test_tools_and_their_calls_reach_the_template(style: str, kind: Any, tmp_pat
         assert ids == theirs.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **named)
 
 
-@each("style", STYLES)
+@each("style", STYLES, quick=("chatml", "llama3"))
 def test_a_final_message_is_continued(style: str, tmp_path: Path) -> None:
     """With white space at its ends, which some templates strip, and with texts that spell control tokens."""
     ours, theirs = written(tmp_path, style, byte_level())

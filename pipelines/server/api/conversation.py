@@ -22,6 +22,7 @@ from pipelines.server.api.errors import bad_request, too_long
 from pipelines.server.api.reasoning import with_effort
 from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.server.api.settings import guide_of
+from pipelines.server.api.system_turns import SystemTurns
 from pipelines.server.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
@@ -100,6 +101,9 @@ class Chat:
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
         detected_format = tokenizer.answer_format(self._template) if tokenizer else "text"
         self._form = detected_format if config.response_template == "auto" else config.response_template
+        self._system_turns = (
+            SystemTurns(lambda messages: tokenizer.encode_messages(messages, self._template)[0]) if tokenizer else None
+        )
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -169,7 +173,9 @@ class Chat:
     ) -> tuple[tuple[str, list[int]], list[str]]:
         """Return text and token ids, and warnings."""
         arguments = dict(request.chat_template_kwargs or {})
-        messages = [self._message(message) for message in request.conversation()]
+        messages, moves = [self._message(message) for message in request.conversation()], list[str]()
+        if self._system_turns is not None:
+            messages, moves = self._system_turns.fitted(messages)
 
         def encode(effort: dict[str, Any]) -> tuple[str, list[int]]:
             return tokenizer.encode_messages(
@@ -184,7 +190,8 @@ class Chat:
 
         try:
             names = tokenizer.template_arguments(self._template, bool(tools)) if request.reasoning_effort else set()
-            return with_effort(encode, request.reasoning_effort, names - arguments.keys())
+            encoded, warnings = with_effort(encode, request.reasoning_effort, names - arguments.keys())
+            return encoded, moves + warnings
         except TooLong as error:
             raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
         except UnreadArgument as error:

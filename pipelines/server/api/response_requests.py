@@ -120,6 +120,10 @@ class InputReasoning(InputItem):
     encrypted_content: Annotated[str | None, NotUsed()] = None
     """Reasoning of another server. This server returns reasoning as `content`."""
 
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or [])
+
 
 class HostedItem(SkippedObject):
     """The use of a tool that OpenAI's servers run, or a state that only OpenAI's servers can read."""
@@ -314,7 +318,7 @@ class CountInputRequest(Body):
         for item in items:
             if isinstance(item, InputMessage) and item.role != "assistant":
                 messages.append({"role": item.role, "content": _joined(item.content)})
-            elif isinstance(item, InputTools | HostedItem):
+            elif isinstance(item, InputTools | HostedItem) or (isinstance(item, InputReasoning) and not item.text):
                 continue
             elif isinstance(item, InputResult):
                 messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
@@ -373,8 +377,7 @@ def _add(message: dict[str, Any], item: Item) -> None:
         function = {"name": item.name, "arguments": item.arguments}
         message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, InputReasoning):
-        text = "".join(part.text for part in item.content or item.summary or [])
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        message["reasoning_content"] = message.get("reasoning_content", "") + item.text
     elif isinstance(item, InputMessage):
         message["content"] = message.get("content", "") + _joined(item.content)
 

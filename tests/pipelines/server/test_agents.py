@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from conf.serving import ServeConfig
+from models.tokenizers import Tokenizer
 from pipelines.replicas.engine_process.client import Answer
 from pipelines.replicas.engine_process.frames import Delta, Done, Submit
 from pipelines.server.api.conversation import Chat
@@ -49,9 +50,9 @@ class ScriptedEngine(FakeEngine):
 class Agent:
     """A client of one server, with the prompts that the engine got."""
 
-    def __init__(self, folder: Path, *texts: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
         self.engine = ScriptedEngine(*texts)
-        self.tokenizer, _ = written(folder, "chatml", byte_level())
+        self.tokenizer = tokenizer
         self.service = service_of(self.engine)
         self._app = create_app(self.service, Chat(self.tokenizer, ServeConfig()), {})
 
@@ -121,8 +122,8 @@ FOREIGN_ITEMS = [  # what the agent keeps of another server's answers
 ]
 
 
-async def responses_agent(folder: Path) -> None:
-    agent = Agent(folder, f"<think>Look.</think>\n\n{READ}", f"I read on.\n{READ}", "Done.", "Bye.")
+async def responses_agent(tokenizer: Tokenizer) -> None:
+    agent = Agent(tokenizer, f"<think>Look.</think>\n\n{READ}", f"I read on.\n{READ}", "Done.", "Bye.")
     items: list[Any] = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Mend a.py"}]},
@@ -194,8 +195,8 @@ FOREIGN = {f"messages.content.{block['type']}" for block in FOREIGN_BLOCKS} | {
 }
 
 
-async def messages_agent(folder: Path) -> None:
-    agent = Agent(folder, f"<think>Look.</think>\n\n{READ}", f"I read on.\n{READ}", "Done.")
+async def messages_agent(tokenizer: Tokenizer) -> None:
+    agent = Agent(tokenizer, f"<think>Look.</think>\n\n{READ}", f"I read on.\n{READ}", "Done.")
     turns: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "Mend a.py", **CACHED}]},
         {"role": "system", "content": "Sandboxed."},
@@ -257,8 +258,8 @@ def message_of(content: str) -> tuple[list[dict[str, Any]], str]:
     return [block.model_dump(exclude_none=True) for block in message.content], str(message.stop_reason)
 
 
-async def warnings_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    agent = Agent(tmp_path, "a", "b", "c", "d")
+async def check_warnings(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    agent = Agent(tokenizer, "a", "b", "c", "d")
     body = {"model": "tiny", "input": "Hi", "store": True}
     for _ in range(2):
         assert (await agent.post("/v1/responses", body)).headers["x-quintet-warning"] == "not used: store"
@@ -269,12 +270,9 @@ async def warnings_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert agent.prompt.endswith("<think>\n\n</think>\n\n")
 
 
-def test_agents_hold_conversations(tmp_path: Path) -> None:
-    for conversation in (responses_agent, messages_agent):
-        folder = tmp_path / conversation.__name__
-        folder.mkdir()
-        run_async(conversation(folder))
-
-
-def test_warnings_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_async(warnings_of(tmp_path, caplog))
+def test_agents_hold_conversations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, _ = written(tmp_path, "chatml", byte_level())
+    run_async(responses_agent(tokenizer))
+    run_async(messages_agent(tokenizer))
+    caplog.clear()
+    run_async(check_warnings(tokenizer, caplog))

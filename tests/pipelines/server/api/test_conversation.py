@@ -279,6 +279,36 @@ def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> No
     assert refused(chat, messages=[{"role": "user", "content": "Hi", "audio": {}}]).param == "messages[0].audio"
 
 
+def check_system_turns(tokenizer: Tokenizer, folder: Path) -> None:
+    """A template rejects, omits or takes system messages: one, a second one, and one after an answer."""
+    rejecting = "{%- if m.role == 'system' and not loop.first %}{{- raise_exception('system first') }}{%- endif %}"
+    no_system = "{%- if m.role == 'system' %}{{- raise_exception('no system') }}{%- endif %}"
+    alternating = (
+        "{%- if loop.previtem is defined and loop.previtem.role == m.role %}{{- raise_exception('twice') }}{%- endif %}"
+    )
+    omitting = "{%- if m.role == 'system' and not loop.first %}{%- continue %}{%- endif %}"
+    last_wins = (
+        "{%- if m.role == 'system' and not loop.last and loop.nextitem.role == 'system' %}{%- continue %}{%- endif %}"
+    )
+    roles = ("system", "developer", "user", "assistant", "developer", "user", "system")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, "abcdefg", strict=True)]
+    moved = "[system:a\n\nb][user:c][assistant:d][user:e\n\nf\n\ng]"
+    expected = {
+        "": "[system:a][system:b][user:c][assistant:d][system:e][user:f][system:g]",
+        rejecting + alternating: moved,
+        no_system: "[user:a\n\nb\n\nc][assistant:d][user:e\n\nf\n\ng]",
+        omitting: moved,
+        last_wins: "[system:a\n\nb][user:c][assistant:d][system:e][user:f][system:g]",
+    }
+    for number, (checks, text) in enumerate(expected.items()):
+        file = folder / f"systems{number}.jinja"
+        file.write_text("{%- for m in messages %}" + checks + "[{{ m.role }}:{{ m.content }}]{%- endfor %}")
+        chat = Chat(tokenizer, ServeConfig(chat_template=str(file)))
+        prompt = chat.prompt(request(messages=messages))
+        assert (prompt.text, bool(prompt.warnings)) == (text, number > 0)
+        assert chat.prompt(request()).warnings == []
+
+
 def check_begun_answers(chat: Chat) -> None:
     begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The "}]
     prompt = chat.prompt(request(messages=begun, continue_final_message=True))
@@ -309,21 +339,23 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
         prompt = chat.prompt(request(reasoning_effort=effort))
         assert (prompt.text.endswith("</think>\n\n"), prompt.warnings) == (effort == "none", warnings)
     check_begun_answers(chat)
-    plain, _ = chat_of(tmp_path / "plain", "glm4")
+    check_system_turns(tokenizer, tmp_path)
+    levels = tmp_path / "levels.jinja"
+    levels.write_text("{{- messages[0].content }}")
+    plain = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
     unused = ["reasoning_effort=max is not used: the chat template has no argument for it"]
     assert plain.prompt(request(reasoning_effort="max")).warnings == unused
-    levels = tmp_path / "levels.jinja"
     levels.write_text(
         "{%- if reasoning_effort is defined and reasoning_effort not in ('none', 'low', 'high') %}"
         "{{- raise_exception('none, low or high') }}{%- endif %}{{- reasoning_effort }}{{- messages[0].content }}"
     )
-    chat, _ = chat_of(tmp_path / "levels", "chatml", chat_template=str(levels))
+    chat = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
     for effort, level in (("none", "none"), ("minimal", "low"), ("medium", "high"), ("max", "high"), ("low", "low")):
         prompt = chat.prompt(request(reasoning_effort=effort))
         changed = [] if effort == level else [f"reasoning_effort={effort} becomes {level} for the chat template"]
         assert (prompt.text, prompt.warnings) == (f"{level}Hi", changed)
     levels.write_text("{{- raise_exception(reasoning_effort or 'no effort') }}")
-    chat, _ = chat_of(tmp_path / "rejecting", "chatml", chat_template=str(levels))
+    chat = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
     assert "does not take these messages: no effort" in refused(chat, reasoning_effort="max").message
 
 

@@ -113,7 +113,8 @@ def test_the_output_is_taken_back_as_input() -> None:
     items = [item.model_dump(exclude_none=True) for item in response.output]
     result = {"type": "function_call_output", "call_id": "c1", "output": "5"}
     question = {"role": "user", "content": [{"type": "input_text", "text": "1 + 4?"}]}
-    chat = request(input=[question, *items, result], tools=[TOOL], instructions="Add.").chat()
+    unread = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}
+    chat = request(input=[question, unread, *items, result, unread], tools=[TOOL], instructions="Add.").chat()
     called = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     assert chat.conversation() == [
         {"role": "system", "content": "Add."},
