@@ -10,6 +10,7 @@ from typing import Any
 
 from conf.errors import UserError
 from models.tokenizers.control_tokens import ControlTokens
+from models.tokenizers.prefill import cut_at_tag, tagged
 from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
@@ -137,11 +138,13 @@ class Tokenizer(ABC):
         tools: list[Tool] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
+        continue_final_message: bool = False,
     ) -> tuple[str, list[int]]:
         """Return a conversation as text and token ids.
 
-        With `add_generation_prompt` it ends where the assistant's turn begins. Text in messages, tools and arguments
-        never becomes a control token: "<|im_end|>" from a user stays text.
+        With `add_generation_prompt` it ends where the assistant's turn begins. With `continue_final_message` it ends
+        with the text of the last message instead. Text in messages, tools and arguments never becomes a control token:
+        "<|im_end|>" from a user stays text.
 
         `template`: Jinja source; None: the tokenizer's own. `template_arguments`: other template variables, such as
         enable_thinking. `max_tokens`: limit of the conversation; None: no limit.
@@ -153,11 +156,11 @@ class Tokenizer(ABC):
         if max_tokens is not None and template is None:
             self._check_length(_users_texts(messages), max_tokens)
         arguments = dict(template_arguments or {})
-        if template is None and tools:
-            template = self.tool_template
-        template = template or self.chat_template
+        template = self._template_for(template, bool(tools))
         if template is None:
-            token_ids = self._in_own_format(messages, add_generation_prompt, tools, arguments)
+            token_ids = self._in_own_format(
+                messages, add_generation_prompt and not continue_final_message, tools, arguments
+            )
             return self.decode(token_ids, skip_special_tokens=False), token_ids
         if tools or arguments:
             self._check_reads(template, tools, arguments)
@@ -165,9 +168,11 @@ class Tokenizer(ABC):
         if marks:
             messages = [marks.put(message, message.get("role") == "assistant") for message in messages]
             tools, arguments = marks.put(tools), marks.put(arguments)
-        text = self._templates.render(
-            template, messages, self.special_tokens, add_generation_prompt, tools or None, arguments
-        )
+        begins = add_generation_prompt and not continue_final_message
+        rendered = tagged(messages) if continue_final_message else messages
+        text = self._templates.render(template, rendered, self.special_tokens, begins, tools or None, arguments)
+        if continue_final_message:
+            text = cut_at_tag(text, messages)
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         if not marks:
@@ -189,8 +194,11 @@ class Tokenizer(ABC):
         )
 
     def template_variables(self, template: str) -> frozenset[str]:
-        """Return the variables that a template reads. Raises UserError for a template that is no Jinja."""
+        """Return the variables of a template that arguments can set. Raises UserError for a template that is no Jinja."""
         return self._templates.names(template) - {*GIVEN_BY_US, *self.special_tokens}
+
+    def _template_for(self, template: str | None, has_tools: bool) -> str | None:
+        return template or (self.tool_template if has_tools else None) or self.chat_template
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if (least := self.least_tokens(text)) > max_tokens:
@@ -227,12 +235,11 @@ class Tokenizer(ABC):
         return TemplateProcess()
 
     def _check_reads(self, template: str, tools: list[Tool] | None, arguments: Mapping[str, Any]) -> None:
-        names = self._templates.names(template)
-        if tools and "tools" not in names:
+        if tools and "tools" not in self._templates.names(template):
             raise UnreadArgument("tools", "the chat template reads no tools: leave them out, or give another template")
         for name in arguments:
-            if name not in names or name in {*GIVEN_BY_US, *self.special_tokens}:
-                open_names = ", ".join(sorted(names - {*GIVEN_BY_US, *self.special_tokens})) or "none"
+            if name not in (names := self.template_variables(template)):
+                open_names = ", ".join(sorted(names)) or "none"
                 raise UnreadArgument(name, f"{name!r} is not an argument of the chat template, which has {open_names}")
 
     def _in_own_format(

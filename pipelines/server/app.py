@@ -2,15 +2,14 @@
 
 import functools
 import json
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from conf.compose import version
-from pipelines.server.api.answer_shapes import Model, Models, Status, Version
+from pipelines.server.api.answer_shapes import Status, Version
 from pipelines.server.api.batches import BatchRequest
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.requests import Shape
@@ -20,6 +19,7 @@ from pipelines.server.engine_session import loaded
 from pipelines.server.error_handlers import add_errors
 from pipelines.server.guard import Guard
 from pipelines.server.metrics import CONTENT_TYPE
+from pipelines.server.model_routes import add_models
 from pipelines.server.openapi import describe, responses
 from pipelines.server.routes import ROUTES, add_routes
 from pipelines.server.service import Service
@@ -35,7 +35,7 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
     )
     add_errors(app)
     _add_state(app, service)
-    _add_models(app, service)
+    add_models(app, service)
     add_routes(app, service, chat)
     if jobs is not None:
         jobs.send = LineSender(service, chat)
@@ -79,26 +79,3 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
-    def described(name: str) -> dict[str, Any]:
-        prefix = service.named(name).prefix
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "quintet",
-            "parent": None if name == service.model_name else service.model_name,
-            "max_model_len": loaded(service.engine).after(prefix).context_length,
-        }
-
-    @app.get("/v1/models", response_model=Models, responses=responses(200, 503))
-    async def models() -> JSONResponse:
-        """List the model, its adapters and its soft prefixes."""
-        return JSONResponse({"object": "list", "data": [described(name) for name in service.model_names]})
-
-    @app.get("/v1/models/{model:path}", response_model=Model, responses=responses(200, 404, 503))
-    async def model(model: str) -> JSONResponse:
-        """Describe one model, adapter or soft prefix."""
-        return JSONResponse(described(model))

@@ -39,6 +39,8 @@ class Record:
     finish: list[str] = field(default_factory=list)
     """Finish reason of each sample, or the reason of an early end."""
     seed: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    """Parts of the request that have no effect."""
     client: dict[str, Any] | None = None
     """Client identification from the body: user, metadata, safety_identifier, prompt_cache_key."""
 

@@ -15,15 +15,16 @@ from pipelines.server.api.answer_shapes import (
     InputTokens,
     MessageAnswer,
     ResponseAnswer,
+    ResponseInputTokens,
     Text,
     Tokens,
 )
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest
-from pipelines.server.api.messages import CountTokensRequest, MessagesRequest
+from pipelines.server.api.message_requests import CountTokensRequest, MessagesRequest
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import Body, ChatRequest, CompletionRequest
-from pipelines.server.api.responses import ResponseRequest
+from pipelines.server.api.response_requests import CountInputRequest, ResponseRequest
 from pipelines.server.api.resumption import HEADER
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.generation_routes import chat_completions, completions, message, respond
@@ -32,6 +33,7 @@ from pipelines.server.service import EngineResponse, Result, Service, timeout_s
 from pipelines.server.token_routes import (
     DetokenizeRequest,
     TokenizeRequest,
+    count_input_tokens,
     count_tokens,
     detokenize,
     embeddings,
@@ -72,6 +74,7 @@ ROUTES = {
         Route(ResponseRequest, respond, ResponseAnswer, "resp_"),
         Route(MessagesRequest, message, MessageAnswer, "msg_"),
         Route(CountTokensRequest, count_tokens, InputTokens),
+        Route(CountInputRequest, count_input_tokens, ResponseInputTokens),
         Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: min(len(body.inputs), IN_ENGINE)),
         Route(TokenizeRequest, tokenize, Tokens),
         Route(DetokenizeRequest, detokenize, Text),

@@ -22,9 +22,10 @@ from conf.serving import ServeConfig
 from pipelines.replicas.engine_process.client import RemoteEngine
 from pipelines.server.admission import Admission
 from pipelines.server.api.answers import Event
-from pipelines.server.api.errors import ApiError, failed
+from pipelines.server.api.errors import ApiError, bad_request, failed
 from pipelines.server.api.generation import Named, RequestContext, named
 from pipelines.server.api.requests import Body
+from pipelines.server.api.skipping import header_of, not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record, RequestLog
@@ -33,8 +34,9 @@ from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Se
 log = logging.getLogger(__name__)
 
 PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds, and not logged
-NAMED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+NAMED = {"user", "metadata", "client_metadata", "safety_identifier", "prompt_cache_key"}
 """Body fields that do not affect the answer. They are copied to the log."""
+MAX_WARNINGS = 1000  # different warnings in the log
 
 
 class Stream(NamedTuple):
@@ -76,6 +78,7 @@ class Service:
         self.idle.set()
         self._num_active = 0
         self._log = request_log
+        self._logged_warnings: set[str] = set()
 
     def began(self) -> None:
         self._num_active += 1
@@ -87,11 +90,19 @@ class Service:
         `is_logged`: False for unauthenticated requests, whose number is unbounded.
         """
         record.total_s = time.time() - record.began
+        self._log_warnings(record)
         if self._log is not None and is_logged and record.path not in PROBES:
             self._log.write(record)
         self._num_active -= 1
         if self._num_active == 0:
             self.idle.set()
+
+    def _log_warnings(self, record: Record) -> None:
+        """Log each warning once, because an agent repeats it in every request."""
+        for warning in record.warnings:
+            if warning not in self._logged_warnings and len(self._logged_warnings) < MAX_WARNINGS:
+                self._logged_warnings.add(warning)
+                log.warning("request %s to %s: %s", record.id, record.path, warning)
 
     def named(self, model: str) -> Named:
         """Return the adapter or soft prefix that `model` names; neither for the model itself. Raises ApiError (404)."""
@@ -102,7 +113,10 @@ class Service:
 
     def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
         """Return the engine session of a request. `prefix`: prefix of the answer's id. Raises ApiError (404, 503)."""
+        if body.model is None and body.names_model and len(self.model_names) > 1:
+            raise bad_request(f"model is missing: give one of {', '.join(self.model_names)}", "model")
         record.model = body.model or self.model_name
+        record.warnings = warning_of(not_used(body))
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         adapter_or_prefix = self.named(record.model)
         loaded(self.engine)
@@ -142,7 +156,8 @@ class EngineResponse(Response):
                 if isinstance(result, Stream):
                     reason = await self._send_events(result, ends, sender)
             if not isinstance(result, Stream):
-                await sender.send_head([(b"content-type", b"application/json")])
+                head = [(b"content-type", b"application/json"), *header_of(session.record.warnings)]
+                await sender.send_head(head)
                 await sender.send(msgspec.json.encode(result), more_body=False)
         except ClientGone:
             reason = "disconnected"
@@ -167,7 +182,7 @@ class EngineResponse(Response):
 
         reason = None
         try:
-            await sender.send_head(HEADERS)
+            await sender.send_head([*HEADERS, *header_of(self._session.record.warnings)])
             await ends.run(forward())
         except ClientGone:
             return "disconnected"

@@ -9,13 +9,14 @@ from pydantic import Field
 from models.tokenizers import Tokenizer
 from pipelines.replicas.engine_process.client import EngineRefused
 from pipelines.replicas.engine_process.frames import SubmitPooled
-from pipelines.server.api import messages
+from pipelines.server.api import message_requests, response_requests
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.server.api.errors import ApiError, bad_request, too_long
-from pipelines.server.api.messages import CountTokensRequest
+from pipelines.server.api.message_requests import CountTokensRequest
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body, ChatRequest, Json, Message, Prompt, TokenIds, Tool
+from pipelines.server.api.response_requests import CountInputRequest
 from pipelines.server.api.settings import cache_salt
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.service import Result
@@ -29,9 +30,14 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Whether special tokens such as BOS are added to a prompt. The default is true."""
     return_token_strs: bool | None = None
+
+
+_OF_MESSAGES = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class DetokenizeRequest(Body):
@@ -44,9 +50,21 @@ class DetokenizeRequest(Body):
 async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: Chat) -> Result:
     """Count the tokens of a conversation's prompt, in the format of Anthropic's API."""
     try:
-        return {"input_tokens": len((await chat.encode(body.chat_request())).token_ids)}
+        prompt = await chat.encode(body.chat_request())
     except ApiError as error:
-        raise error.renamed(messages.NAMES) from error
+        raise error.renamed(message_requests.NAMES) from error
+    session.record.warnings += prompt.warnings
+    return {"input_tokens": len(prompt.token_ids)}
+
+
+async def count_input_tokens(body: CountInputRequest, session: EngineSession, chat: Chat) -> Result:
+    """Count the tokens of a conversation's prompt, in the format of OpenAI's responses."""
+    try:
+        prompt = await chat.encode(body.chat())
+    except ApiError as error:
+        raise error.renamed(response_requests.NAMES) from error
+    session.record.warnings += prompt.warnings
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
 async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
@@ -93,12 +111,13 @@ async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        if body.tools or body.chat_template_kwargs:
-            raise bad_request("tools and chat_template_kwargs go with messages: leave them out", "tools")
+        for name in _OF_MESSAGES:
+            if getattr(body, name):
+                raise bad_request(f"{name} goes with messages: leave it out", name)
         special = body.add_special_tokens is not False
         return await chat.in_thread(len(body.prompt), encode_text, chat.tokenizer, body.prompt, special)
     fields = body.model_dump(exclude_none=True, by_alias=True)
-    names = ("messages", "tools", "chat_template_kwargs", "add_special_tokens")
+    names = ("messages", "add_special_tokens", *_OF_MESSAGES)
     as_chat = check_request(ChatRequest, {"model": model} | {name: fields[name] for name in names if name in fields})
     return (await chat.encode(as_chat)).token_ids
 

@@ -28,9 +28,9 @@ from pipelines.server.api.requests import Body
 from pipelines.server.api.writers import Writer
 from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
+from pipelines.server.continuation import continued
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.error_handlers import add_errors
-from pipelines.server.generation_routes import continued
 from pipelines.server.guard import Guard
 from pipelines.server.records import Record
 from pipelines.server.routes import ROUTES

@@ -61,7 +61,40 @@ def test_tools_and_their_calls_reach_the_template(style: str, kind: Any, tmp_pat
         assert ids == theirs.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **named)
 
 
-def test_arguments_reach_the_template(tmp_path: Path) -> None:
+@each("style", STYLES, quick=("chatml", "llama3"))
+def test_a_final_message_is_continued(style: str, tmp_path: Path) -> None:
+    """With white space at its ends, which some templates strip, and with texts that spell control tokens."""
+    ours, theirs = written(tmp_path, style, byte_level())
+    named: Any = {"continue_final_message": True}
+    if style == "chatml":
+        named["tools"] = TOOLS
+    for content in (
+        "The",
+        " It is ",
+        "a\n\n",
+        "",
+        " \n",
+        "<|im_end|> b </s>",
+        "CONTINUE_FINAL_MESSAGE_TAG",
+        "<think>\nHm",
+    ):
+        for role in ("assistant", "user"):
+            messages = [*PLAIN[1:2], {"role": role, "content": content}]
+            text, ids = ours.encode_messages(messages, None, **named)
+            assert text == theirs.apply_chat_template(messages, tokenize=False, **named), content
+            # The model's own <think> stays a token here. transformers can only make texts of all such tokens, or of none.
+            sanitizes = (role, content[:7]) != ("assistant", "<think>")
+            assert ids == theirs.apply_chat_template(
+                messages, return_dict=False, sanitize_control_tokens=sanitizes, **named
+            )
+    for messages in ([PLAIN[0], {"role": "assistant", "content": None, "tool_calls": CALLS}], []):
+        with pytest.raises(UserError, match="the last message has no content to continue"):
+            ours.encode_messages(messages, None, **named)
+    with pytest.raises(UserError, match="the chat template changes the last message"):
+        ours.encode_messages(PLAIN, "{{ messages[-1].content | upper }}", continue_final_message=True)
+
+
+def test_arguments_reach_the_template_that_reads_them(tmp_path: Path) -> None:
     ours, theirs = written(tmp_path, "chatml", byte_level())
     for thinks in (True, False):
         text, _ = ours.encode_messages(PLAIN, None, template_arguments={"enable_thinking": thinks})
@@ -69,16 +102,12 @@ def test_arguments_reach_the_template(tmp_path: Path) -> None:
             PLAIN, tokenize=False, add_generation_prompt=True, enable_thinking=thinks
         )
         assert text.endswith("</think>\n\n") is not thinks
-
-
-@each("name", ["enable_thinkin", "messages", "tools", "bos_token", "m"])
-def test_an_argument_that_the_template_does_not_read_is_refused(name: str, tmp_path: Path) -> None:
-    ours, _ = written(tmp_path, "chatml", byte_level())
-    with pytest.raises(
-        UnreadArgument, match=f"'{name}' is not an argument of the chat template, which has enable_thinking"
-    ) as raised:
-        ours.encode_messages(PLAIN, None, template_arguments={name: 1})
-    assert raised.value.name == name
+    for name in ("enable_thinkin", "messages", "tools", "bos_token", "m"):
+        with pytest.raises(
+            UnreadArgument, match=f"'{name}' is not an argument of the chat template, which has enable_thinking"
+        ) as raised:
+            ours.encode_messages(PLAIN, None, template_arguments={name: 1})
+        assert raised.value.name == name
 
 
 def test_tools_are_refused_where_no_template_reads_them(tmp_path: Path) -> None:

@@ -29,14 +29,34 @@ class Model(AnswerShape):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The model itself, or the base model of an adapter or soft prefix."""
     parent: str | None
     """The base model of an adapter or soft prefix."""
     max_model_len: Count
+    context_length: Count
+    """Equal to `max_model_len`. Clients read one of the two."""
 
 
 class Models(AnswerShape):
     object: Literal["list"]
     data: list[Model]
+
+
+class AnthropicModel(AnswerShape):
+    id: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    max_input_tokens: Count
+    max_tokens: Count
+
+
+class AnthropicModels(AnswerShape):
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class CachedTokens(AnswerShape):
@@ -290,6 +310,10 @@ class Tokens(AnswerShape):
 
 class InputTokens(AnswerShape):
     input_tokens: Count
+
+
+class ResponseInputTokens(InputTokens):
+    object: Literal["response.input_tokens"]
 
 
 class Text(AnswerShape):

@@ -34,6 +34,8 @@ class ChatPrompt:
         self.token_ids = token_ids
         self.settings = settings
         """DecodeConfig settings that the tools and the reasoning require."""
+        self.warnings: list[str] = []
+        """Fields of the request that the chat template cannot honour."""
         self._form, self._tools, self._begun, self._dropped = form, tools, begun, dropped
         self._vocabulary, self._num_calls = vocabulary, num_calls
         self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()

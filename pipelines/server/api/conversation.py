@@ -17,12 +17,13 @@ from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.base import Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
+from pipelines.server.api.answer_settings import answer_settings
 from pipelines.server.api.chat_format import ServedFormat, configured_format, served_format
 from pipelines.server.api.chat_prompt import ChatPrompt
-from pipelines.server.api.errors import bad_request, not_allowed, too_long
-from pipelines.server.api.requests import ChatRequest, NamedTool
-from pipelines.server.api.settings import guide_of, thinking_setting
-from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
+from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.reasoning import effort_arguments
+from pipelines.server.api.requests import ChatRequest
+from pipelines.server.api.system_turns import SystemTurns
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
 LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
@@ -41,6 +42,9 @@ class Chat:
         self._setting = config.response_template
         if self._setting != "auto":
             configured_format(self._setting)  # a wrong value ends the start
+        self._system_turns = (
+            SystemTurns(lambda messages: tokenizer.encode_messages(messages, self._template)[0]) if tokenizer else None
+        )
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod
@@ -93,87 +97,65 @@ class Chat:
             )
         # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
-        text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
+        text, token_ids, warnings = self._encoded(self.tokenizer, request, tools, max_tokens)
         offered = tools if request.tool_choice != "none" else []
         if offered and not self.format.form.calls:
             message = f"this model's calls of tools cannot be read ({self.format.reason})"
             raise bad_request(f"{message}: leave tools out, or give tool_choice=none", "tools")
         form = self.format.form if offered else self.format.form.without_calls()
-        begun = next((literal for literal in form.beginnings if text.rstrip().endswith(literal.strip())), "")
+        begun = _begun(form, text, request)
         num_calls = sum(len(getattr(message, "tool_calls", None) or []) for message in request.messages)
-        settings = self._settings(request, offered, form, begun, num_calls)
+        settings = answer_settings(request, self.tokenizer, self.format, form, offered, begun, num_calls)
         # Special tokens of the format stay in the text. All others, such as EOS, are dropped.
         special_texts = [] if request.skip_special_tokens is False else self.tokenizer.special_texts
         dropped = [text for text in special_texts if not any(text in literal for literal in form.literals)]
         max_calls = 1 if request.parallel_tool_calls is False else None
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         callable_tools = Tools(parameters, max_calls) if offered else None
-        return ChatPrompt(
+        prompt = ChatPrompt(
             text, token_ids, settings, form, callable_tools, begun, dropped, self.format.vocabulary, num_calls
         )
+        prompt.warnings = warnings
+        return prompt
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
-    ) -> tuple[str, list[int]]:
+    ) -> tuple[str, list[int], list[str]]:
+        """Return text, token ids and warnings."""
         arguments = dict(request.chat_template_kwargs or {})
-        effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
-        messages = self.format.messages(request.conversation())
+        messages, warnings = self.format.messages(request.conversation()), list[str]()
+        if self._system_turns is not None:
+            messages, warnings = self._system_turns.fitted(messages)
+        if request.reasoning_effort:
+            effort, more = effort_arguments(self.format.switches, request.reasoning_effort)
+            arguments, warnings = {**effort, **arguments}, warnings + more
         try:
-            return tokenizer.encode_messages(
+            text, token_ids = tokenizer.encode_messages(
                 messages,
                 self._template,
                 tools=tools or None,
-                template_arguments=arguments | effort,
+                template_arguments=arguments,
                 max_tokens=max_tokens,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
             )
+            return text, token_ids, warnings
         except TooLong as error:
             raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
         except UnreadArgument as error:
-            is_request_field = error.name in ("tools", *effort)
-            raise bad_request(
-                str(error), error.name if is_request_field else f"chat_template_kwargs.{error.name}"
-            ) from error
+            field = error.name if error.name == "tools" else f"chat_template_kwargs.{error.name}"
+            raise bad_request(str(error), field) from error
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 
-    def _settings(
-        self, request: ChatRequest, tools: list[Tool], form: ChatFormat, begun: str, num_calls: int
-    ) -> dict[str, Any]:
-        """Return the settings of the decoder that the answer's format needs. `tools`: the tools that may be called."""
-        assert self.tokenizer
-        settings: dict[str, Any] = {}
-        if any(special in literal for special in self.tokenizer.special_texts for literal in form.literals):
-            settings["skip_special_tokens"] = False
-        stops = [id for text in form.stops if (id := self.tokenizer.special_token_id(text)) is not None]
-        if stops and tools:
-            settings["stop_token_ids"] = sorted({*stops, *(request.stop_token_ids or [])})
-        choice, guide = request.tool_choice, guide_of(request)
-        is_required = choice == "required" or isinstance(choice, NamedTool)
-        literal = Literals(self.tokenizer, form.literals)
-        if tools and (guide or is_required or any(tool["function"].get("strict") for tool in tools)):
-            named = choice.function.name if isinstance(choice, NamedTool) else None
-            allowed = {i: tool for i, tool in enumerate(tools) if named in (None, tool["function"]["name"])}
-            is_parallel = request.parallel_tool_calls is not False
-            settings["guide"] = tool_guide(form, allowed, literal, is_required, is_parallel, begun, guide, num_calls)
-        elif guide and (begun or form.answer or form.has_messages or self._may_reason(form)):
-            settings["guide"] = after_reasoning(guide, form, literal, begun)
-        if request.thinking_token_budget is not None:
-            settings["thinking"] = self._thinking(request.thinking_token_budget, begun)
-        return settings
 
-    def _may_reason(self, form: ChatFormat) -> bool:
-        """Return whether the model may begin reasoning by itself: it has a token for that."""
-        assert self.tokenizer
-        return form.reasoning is not None and form.reasoning.open.strip() in self.tokenizer.control_texts
-
-    def _thinking(self, budget: int, begun: str) -> dict[str, Any]:
-        """Return the setting `thinking` of a request with a budget. Raises ApiError for a format without reasoning."""
-        name, form = self.format.name, self.format.form
-        if form.reasoning is None:
-            reason = f"this model's format ({name}) has no reasoning, leave it out"
-            raise not_allowed("thinking_token_budget", budget, reason)
-        start, end = form.reasoning.open.strip(), form.reasoning.close.strip()
-        return thinking_setting(budget, start, end, begun == form.reasoning.open, form.limit_text or None)
+def _begun(form: ChatFormat, text: str, request: ChatRequest) -> str:
+    """Return the literal with which a prompt begins the answer. A continued message may leave reasoning open."""
+    if request.continue_final_message and form.reasoning:
+        content = str(request.conversation()[-1].get("content"))
+        open, close = (literal.strip() for literal in form.reasoning)
+        return form.reasoning.open if open and content.rfind(open) > content.rfind(close) else ""
+    return next((literal for literal in form.beginnings if text.rstrip().endswith(literal.strip())), "")
 
 
 def _read_template(path: str) -> str:

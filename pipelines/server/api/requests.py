@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from conf.decoding import MAX_LIST
 from pipelines.server.api.errors import bad_request, not_allowed
+from pipelines.server.api.skipping import NotUsed, Skippable
 
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
@@ -82,6 +83,8 @@ class Body(Shape):
 
     path: ClassVar[str]
     """Path of the route, which is a POST route."""
+    names_model: ClassVar[bool] = False
+    """Whether `model` must be given if the server has several models."""
     model: Name | None = None
     """None: the server's model."""
 
@@ -102,6 +105,18 @@ def check_depth(value: T) -> T:
 Parts: TypeAlias = Annotated[list[T], Field(max_length=MAX_PARTS, fail_fast=True)]
 Json: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_depth)]
 """An object whose schema is not known here."""
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class SkippedObject(Skippable, Shape):
+    """An object that is left out of the request. Only its type is checked: a subclass lists the allowed types."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> "SkippedObject":
+        check_depth(self.model_extra)
+        return self
 
 
 class StreamOptions(Shape):
@@ -157,7 +172,8 @@ class StructuredOutputs(Shape):
 class Sampling(Body):
     """Fields shared by all generation requests: OpenAI's settings, then vLLM's."""
 
-    model: Name
+    names_model = True
+
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = None
@@ -226,7 +242,7 @@ class CacheControl(Shape):
     """A cache hint. It has no effect: the prefix cache works without it."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: Annotated[Literal["5m", "1h"] | None, NotUsed()] = None
 
 
 class TextPart(Shape):
@@ -266,8 +282,10 @@ class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name of `reasoning_content`."""
     refusal: str | None = None
-    annotations: Annotated[list[Json], Field(max_length=0)] | None = None
+    annotations: Annotated[Parts[Json] | None, NotUsed(unless=([],))] = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
 
@@ -319,10 +337,14 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_token_budget: NumTokens | None = None
     """Most tokens of reasoning. At this number the engine closes the reasoning."""
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where an answer begins. The default is true without continue_final_message."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the text of the last message."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None
     metadata: (
@@ -342,6 +364,9 @@ class ChatRequest(Sampling):
                 f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} differ: give one"
             )
             raise bad_request(message, "max_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: give only one"
+            raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):
@@ -354,8 +379,10 @@ class ChatRequest(Sampling):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for chat templates. Content parts are joined by line breaks; null fields are dropped."""
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        messages = [message.model_dump(exclude_none=True, exclude={"annotations"}) for message in self.messages]
         for message in messages:
+            if (reasoning := message.pop("reasoning", None)) is not None:
+                message.setdefault("reasoning_content", reasoning)
             if isinstance(message.get("content"), list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])
         return messages

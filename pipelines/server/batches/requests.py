@@ -1,7 +1,9 @@
 """Engine requests for the lines of OpenAI's batches in `task=predict`."""
 
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -51,16 +53,17 @@ class BatchRequests:
             return self._row_request(row, body)
 
     def _row_request(self, row: PromptRow, body: BatchRequest) -> RowRequest:
-        generator, names = self._generator, named(self._model, body.model)
+        model = body.model or Path(os.path.abspath(self._model.path)).name
+        generator, names = self._generator, named(self._model, model)
         tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
         if isinstance(body, ChatRequest):
-            head = RequestContext(f"chatcmpl-{line_id(row)}", body.model)
+            head = RequestContext(f"chatcmpl-{line_id(row)}", model)
             chat = self._chat.prompt(body, served.context_length)
             prompt = EncodedPrompt(chat.text, chat.token_ids)
             generation = Generation(body, [prompt.token_ids], served, head, tokenizer, chat.settings)
             writer: Writer = ChatWriter(generation, body, chat.reader)
         else:
-            head, prompt = RequestContext(f"cmpl-{line_id(row)}", body.model), generator.encoder.encode(row)
+            head, prompt = RequestContext(f"cmpl-{line_id(row)}", model), generator.encoder.encode(row)
             generation = Generation(body, [prompt.token_ids], served, head, tokenizer)
             writer = CompletionWriter(generation, body)
         try:

@@ -71,7 +71,7 @@ def test_a_message_and_its_stream_are_the_same() -> None:
         ("wrong", {}, anthropic.AuthenticationError, "the API key is missing or unknown"),
         ("secret-1", {"model": "other"}, anthropic.NotFoundError, "the model other does not exist"),
         ("secret-1", {"max_tokens": 0}, anthropic.BadRequestError, "max_tokens=0 is not allowed"),
-        ("secret-1", {"max_tokens": 5000}, anthropic.BadRequestError, "tokens and max_tokens=5000, together more"),
+        ("secret-1", {"system": 99 * "Hi "}, anthropic.BadRequestError, "maximum context length is 64 tokens"),
         ("secret-1", {"extra_headers": {"Last-Event-ID": ""}}, anthropic.BadRequestError, "leave Last-Event-ID out"),
         (
             "secret-1",

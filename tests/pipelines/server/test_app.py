@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -46,6 +47,7 @@ def test_there_are_not_other_routes() -> None:
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
         ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/files"), ("GET", "/v1/files"),
         ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
@@ -176,6 +178,12 @@ def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[st
         answer = ask("POST", path, service, json={**body, "model": name})
         assert (answer.status_code, answer.json()["model"]) == (200, name)
         assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
+    unnamed = {key: value for key, value in body.items() if key != "model"}
+    if "embed" not in path:
+        assert ask("POST", path, service_of(FakeEngine()), json=unnamed).json()["model"] == "tiny"
+        answer = ask("POST", path, service, json=unnamed)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "model is missing: give one of tiny, fr, story"
 
 
 def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +195,51 @@ def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch
 def test_adapters_and_prefixes_are_models() -> None:
     service = service_of(FakeEngine(prefixes={"story": 5}), {"fr": "/adapters/fr"}, {"story": "/story.npy"})
     models = ask("GET", "/v1/models", service).json()
-    entries = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
-    assert entries == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
+    fields = ("id", "root", "parent", "max_model_len", "context_length")
+    entries = [tuple(model[field] for field in fields) for model in models["data"]]
+    assert entries == [
+        ("tiny", "tiny", None, 64, 64),
+        ("fr", "tiny", "tiny", 64, 64),
+        ("story", "tiny", "tiny", 59, 59),
+    ]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
+    check_anthropics_models(service)
     assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
     with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
         service_of(FakeEngine(), {"tiny": "/adapters/fr"})
     with pytest.raises(UserError, match="model.prefixes=tiny is not allowed: it is the model's own name"):
         service_of(FakeEngine(), prefixes={"tiny": "/story.npy"})
+
+
+def check_anthropics_models(service: Service) -> None:
+    async def listed() -> list[anthropic.types.ModelInfo]:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app_of(service)))
+        async with anthropic.AsyncAnthropic(api_key="k", base_url=URL, http_client=http) as client:
+            assert (await client.models.retrieve("fr")).display_name == "fr"
+            before = await client.models.list(before_id="story", limit=1)
+            assert ([model.id for model in before.data], before.has_more) == (["fr"], True)
+            return [model async for model in client.models.list(limit=2)]
+
+    models = run_async(listed())
+    assert [(model.id, model.type, model.max_input_tokens) for model in models] == [
+        ("tiny", "model", 64),
+        ("fr", "model", 64),
+        ("story", "model", 59),
+    ]
+    assert int(models[0].created_at.timestamp()) == service.created
+    for headers, is_anthropics in (
+        ({"x-api-key": "k"}, True),
+        ({"x-api-key": "k", "authorization": "Bearer k"}, False),
+        ({"anthropic-version": "2023-06-01", "authorization": "Bearer k"}, True),
+    ):
+        answer = ask("GET", "/v1/models", service, headers=headers).json()
+        assert ("first_id" in answer, "object" in answer) == (is_anthropics, not is_anthropics)
+        answer = ask("GET", "/v1/models?limit=0", service, headers=headers).json()
+        assert "limit='0' is not allowed" in answer["error"]["message"]
+    for query, param in (("after_id=de&beta=true", "after_id"), ("after_id=fr&before_id=fr", "before_id")):
+        answer = ask("GET", f"/v1/models?{query}", service, headers={"x-api-key": "k"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert len(ask("GET", "/v1/models?client_version=1", service).json()["data"]) == 3
 
 
 def test_a_prefix_leaves_less_of_the_context() -> None:
@@ -217,6 +262,9 @@ def test_tokens() -> None:
     assert plain["tokens"] == tokenizer().encode("Once", False)
     chat = ask("POST", "/tokenize", json={"messages": CHAT["messages"]}).json()
     assert chat["tokens"] == tokenizer().encode_messages([{"role": "user", "content": "hi"}], None)[1]
+    begun = ask("POST", "/tokenize", json={"messages": CHAT["messages"], "continue_final_message": True}).json()
+    assert tokenizer().decode(begun["tokens"], skip_special_tokens=False).endswith("user\nhi")
+    assert ask("POST", "/tokenize", json={"prompt": "a", "continue_final_message": True}).status_code == 400
     assert ask("POST", "/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": "Once upon a time"}
     assert ask("POST", "/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
     assert ask("POST", "/tokenize", json={"prompt": "a", "messages": CHAT["messages"]}).status_code == 400
@@ -238,21 +286,16 @@ def test_prompts_over_the_waiting_limit_run_alone() -> None:
 
 @each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
 def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
-    """Also if the server's settings request more."""
-    engine = FakeEngine(decode={"n": 3, "temperature": 1.0})
-    assert ask("POST", path, service_of(engine, batch_size=1, max_waiting=0), json=body).status_code == 200
-    (submit,) = engine.submitted
-    assert isinstance(submit, Submit)
-    assert submit.decode["n"] == 1
-
-
-@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
-def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngine(decode={"num_beams": 4, "num_return_sequences": 2})
-    assert ask("POST", path, service_of(engine), json=body).status_code == 200
-    (submit,) = engine.submitted
-    assert isinstance(submit, Submit)
-    assert submit.decode["num_return_sequences"] == 1
+    """Also if the server's settings request more. Of the server's beams it is the best one."""
+    for decode, config, name in (
+        ({"n": 3, "temperature": 1.0}, {"batch_size": 1, "max_waiting": 0}, "n"),
+        ({"num_beams": 4, "num_return_sequences": 2}, {}, "num_return_sequences"),
+    ):
+        engine = FakeEngine(decode=decode)
+        assert ask("POST", path, service_of(engine, **config), json=body).status_code == 200
+        (submit,) = engine.submitted
+        assert isinstance(submit, Submit)
+        assert submit.decode[name] == 1
 
 
 @each(

@@ -17,7 +17,8 @@ from pipelines.server.api.answers import ChoiceText, Event
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation, RequestContext
-from pipelines.server.api.messages import MessagesRequest, MessageWriter
+from pipelines.server.api.message_requests import MessagesRequest
+from pipelines.server.api.messages import MessageWriter
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
 from pipelines.server.api.writers import ChatWriter
@@ -33,6 +34,8 @@ from tests.helpers.waiting import LIMIT_S
 SERVED = msgspec.structs.replace(READY, context_length=4096, num_cache_tokens=4096)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "clock", "input_schema": {"type": "object"}}]
+CALL = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 Answering = Callable[[MessagesRequest], Any]
 
 
@@ -116,7 +119,6 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, "chatml")
     asked: list[ChatRequest] = []
     client = client_of(lambda body: asked.append(body.chat_request()) or written(chat, body, "Fine"))  # type: ignore[func-returns-value]
-    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
     results = [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}]},
         {"type": "tool_result", "tool_use_id": "b", "content": "none", "is_error": True},
@@ -129,7 +131,7 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": ""},
                 {"type": "text", "text": "I look."},
-                call,
+                CALL,
             ],
         },
         {"role": "user", "content": results},
@@ -153,20 +155,45 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
         {"role": "tool", "tool_call_id": "b", "content": "error: none"},
         {"role": "user", "content": "and?"},
     ]
-    ask(client, False, tools=TOOLS, tool_choice={"type": "tool", "name": "clock", "disable_parallel_tool_use": True})
-    assert asked[-1].tool_choice.function.name == "clock"  # type: ignore[union-attr]
-    assert asked[-1].parallel_tool_calls is False
-    ask(client, False, tools=TOOLS, tool_choice={"type": "any"}, thinking={"type": "disabled"})
-    assert (asked[-1].tool_choice, asked[-1].chat_template_kwargs) == ("required", {"enable_thinking": False})
+    check_settings()
+
+
+def check_settings() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "The"}]}]
+    assert (asked_chat(messages=begun).continue_final_message, asked_chat().continue_final_message) == (True, None)
+    request = asked_chat(tools=TOOLS, tool_choice={"type": "tool", "name": "clock", "disable_parallel_tool_use": True})
+    assert request.tool_choice.function.name == "clock"  # type: ignore[union-attr]
+    assert request.parallel_tool_calls is False
+    request = asked_chat(tools=TOOLS, tool_choice={"type": "any"}, thinking={"type": "disabled"})
+    assert (request.tool_choice, request.reasoning_effort) == ("required", "none")
+    schema = {"type": "object", "properties": {}}
+    form = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    request = asked_chat(thinking={"type": "enabled", "budget_tokens": 1024}, output_config=form)
+    assert (request.thinking_token_budget, request.reasoning_effort) == (1024, "low")
+    assert request.response_format.json_schema.json_schema == schema  # type: ignore[union-attr]
+    request = asked_chat(thinking={"type": "adaptive"}, tools=[{"type": "bash_20250124", "name": "bash"}])
+    assert (request.thinking_token_budget, request.reasoning_effort, request.tools) == (None, "high", [])
 
 
 @each(
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "end with the user's"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "end with the user's"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "a"}, CALL]}]},
+            "end with the user's",
+        ),
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name is for type=tool"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens is for type=enabled"),
+        (
+            {"extra_body": {"output_format": FORM, "output_config": {"format": FORM}}},
+            "output_format and output_config.format are both given",
+        ),
+        (
+            {"tool_choice": {"type": "any"}, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tool_choice needs tools",
+        ),
         ({"extra_body": {"container": "c"}}, "container is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},

@@ -21,10 +21,10 @@ from pipelines.server.api.answers import TokenTexts
 from pipelines.server.api.conversation import LONG_TEXT, Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.message_reader import add_delta
-from pipelines.server.api.messages import NAMES as MESSAGES_NAMES
+from pipelines.server.api.message_requests import NAMES as MESSAGES_NAMES
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
-from pipelines.server.api.responses import NAMES as RESPONSES_NAMES
+from pipelines.server.api.response_requests import NAMES as RESPONSES_NAMES
 from pipelines.server.api.writers import num_reasoning_tokens
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
@@ -316,6 +316,50 @@ def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> No
     assert refused(chat, messages=[{"role": "user", "content": "Hi", "audio": {}}]).param == "messages[0].audio"
 
 
+def check_system_turns(tokenizer: Tokenizer, folder: Path) -> None:
+    """A template rejects, omits or takes system messages: one, a second one, and one after an answer."""
+    rejecting = "{%- if m.role == 'system' and not loop.first %}{{- raise_exception('system first') }}{%- endif %}"
+    no_system = "{%- if m.role == 'system' %}{{- raise_exception('no system') }}{%- endif %}"
+    alternating = (
+        "{%- if loop.previtem is defined and loop.previtem.role == m.role %}{{- raise_exception('twice') }}{%- endif %}"
+    )
+    omitting = "{%- if m.role == 'system' and not loop.first %}{%- continue %}{%- endif %}"
+    last_wins = (
+        "{%- if m.role == 'system' and not loop.last and loop.nextitem.role == 'system' %}{%- continue %}{%- endif %}"
+    )
+    roles = ("system", "developer", "user", "assistant", "developer", "user", "system")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, "abcdefg", strict=True)]
+    moved = "[system:a\n\nb][user:c][assistant:d][user:e\n\nf\n\ng]"
+    expected = {
+        "": "[system:a][system:b][user:c][assistant:d][system:e][user:f][system:g]",
+        rejecting + alternating: moved,
+        no_system: "[user:a\n\nb\n\nc][assistant:d][user:e\n\nf\n\ng]",
+        omitting: moved,
+        last_wins: "[system:a\n\nb][user:c][assistant:d][system:e][user:f][system:g]",
+    }
+    for number, (checks, text) in enumerate(expected.items()):
+        file = folder / f"systems{number}.jinja"
+        file.write_text("{%- for m in messages %}" + checks + "[{{ m.role }}:{{ m.content }}]{%- endfor %}")
+        chat = Chat(tokenizer, ServeConfig(chat_template=str(file)))
+        prompt = chat.prompt(request(messages=messages))
+        assert (prompt.text, bool(prompt.warnings)) == (text, number > 0)
+        assert chat.prompt(request()).warnings == []
+
+
+def check_begun_answers(chat: Chat) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The "}]
+    prompt = chat.prompt(request(messages=begun, continue_final_message=True))
+    assert prompt.text.endswith("<|im_start|>assistant\nThe ")
+    assert prompt.reader().read("end") == [{"content": "end"}]
+    thought = [begun[0], {"role": "assistant", "content": "<think>Hm"}]
+    reader = chat.prompt(request(messages=thought, continue_final_message=True)).reader()
+    assert reader.read("so</think>x y") + reader.end() == [{"reasoning_content": "so"}, {"content": "x y"}]
+    assert chat.prompt(request(messages=begun, add_generation_prompt=False)).text.endswith("The <|im_end|>\n")
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    called = [begun[0], {"role": "assistant", "tool_calls": calls}]
+    assert refused(chat, messages=called, continue_final_message=True).param == "messages"
+
+
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, "chatml")
     prompt = chat.prompt(request(chat_template_kwargs={"enable_thinking": False}))
@@ -325,7 +369,31 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     error = refused(chat, chat_template_kwargs={"thinking": False})
     assert error.param == "chat_template_kwargs.thinking"
     assert "'thinking' is not an argument of the chat template, which has enable_thinking" in error.message
-    assert refused(chat, reasoning_effort="low").param == "reasoning_effort"
+    for effort, warnings in (
+        ("none", []),
+        ("low", ["reasoning_effort=low only turns reasoning on: the chat template has no levels"]),
+    ):
+        prompt = chat.prompt(request(reasoning_effort=effort))
+        assert (prompt.text.endswith("</think>\n\n"), prompt.warnings) == (effort == "none", warnings)
+    check_begun_answers(chat)
+    check_system_turns(tokenizer, tmp_path)
+    levels = tmp_path / "levels.jinja"
+    levels.write_text("{{- messages[0].content }}")
+    plain = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
+    unused = ["reasoning_effort=max is not used: the chat template has no argument for it"]
+    assert plain.prompt(request(reasoning_effort="max")).warnings == unused
+    levels.write_text(
+        "{%- if reasoning_effort is defined and reasoning_effort not in ('none', 'low', 'high') %}"
+        "{{- raise_exception('none, low or high') }}{%- endif %}{{- reasoning_effort }}{{- messages[0].content }}"
+    )
+    chat = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
+    for effort, level in (("none", "none"), ("minimal", "low"), ("medium", "high"), ("max", "high"), ("low", "low")):
+        prompt = chat.prompt(request(reasoning_effort=effort))
+        changed = [] if effort == level else [f"reasoning_effort={effort} becomes {level} for the chat template"]
+        assert (prompt.text, prompt.warnings) == (f"{level}Hi", changed)
+    levels.write_text("{{- raise_exception(reasoning_effort or 'no effort') }}")
+    chat = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
+    assert "does not take these messages: no effort" in refused(chat, reasoning_effort="max").message
 
 
 def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:

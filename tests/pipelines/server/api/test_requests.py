@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from pipelines.server.api.embeddings import EmbeddingRequest
 from pipelines.server.api.errors import ApiError
-from pipelines.server.api.messages import MessagesRequest
+from pipelines.server.api.message_requests import MessagesRequest
 from pipelines.server.api.parsing import check_request, parse_request
 from pipelines.server.api.requests import MAX_FIELDS, ChatRequest, CompletionRequest, Shape
-from pipelines.server.api.responses import ResponseRequest
+from pipelines.server.api.response_requests import ResponseRequest
 from tests.helpers.cases import each
 
 USER = {"role": "user", "content": "Hi"}
@@ -92,7 +92,17 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         ({"seed": 2**64}, "seed", "less than 18446744073709551616"),
-        ({"model": None}, "model", "give a valid string"),
+        (
+            {"reasoning_effort": "huge"},
+            "reasoning_effort",
+            "'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'",
+        ),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt are both true: give only one",
+        ),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
         ({"tools": [tool_of(nested(65))]}, "tools[0].function.parameters", "give JSON of at most 64 levels"),
         ({"chat_template_kwargs": nested(900)}, "chat_template_kwargs", "give JSON of at most 64 levels"),
         ({"structured_outputs": {"json": nested(65)}}, "structured_outputs.json", "give JSON of at most 64 levels"),
@@ -162,7 +172,40 @@ BLAMED: list[tuple[type[Shape], dict[str, Any], str, str]] = [
         "'input_text', ",
     ),
     (ResponseRequest, {"input": [{**USER, "role": "robot"}]}, "input[0].role", "or 'assistant'"),
-    (ResponseRequest, {"input": [{"type": "x"}]}, "input[0].type", "'function_call_output' or 'reasoning'"),
+    (
+        ResponseRequest,
+        {"input": [{"type": "x"}]},
+        "input[0].type",
+        "'function_call_output', 'custom_tool_call_output', 'reasoning', ",
+    ),
+    (ResponseRequest, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "'item_reference'"),
+    (ResponseRequest, {"input": "a", "tools": [{"type": "robot"}]}, "tools[0].type", "give 'function', "),
+    (ResponseRequest, {"input": "a", "tools": [{"type": "function", "name": "f", "nope": 1}]}, "tools[0].nope", ""),
+    (ResponseRequest, {"input": "a", "tools": [{"type": "mcp", **nested(65)}]}, "tools[0]", "at most 64 levels"),
+    (ResponseRequest, {"input": "a", "reasoning": {"effort": "low", "nope": 1}}, "reasoning.nope", "no such field"),
+    (ResponseRequest, {"input": "a", "include": ["nope"]}, "include[0]", "'reasoning.encrypted_content'"),
+    (ResponseRequest, {"input": "a", "max_tool_calls": 0}, "max_tool_calls", "greater than or equal to 1"),
+    (MessagesRequest, {**said("a"), "tools": [{"type": "robot_20250305"}]}, "tools[0].type", "pattern"),
+    (MessagesRequest, {**said("a"), "tools": [{"name": "f", "nope": 1}]}, "tools[0].input_schema", "is missing"),
+    (
+        MessagesRequest,
+        {**said("a"), "thinking": {"type": "on"}},
+        "thinking.type",
+        "'adaptive', 'enabled' or 'disabled'",
+    ),
+    (
+        MessagesRequest,
+        {**said("a"), "thinking": {"type": "enabled", "budget_tokens": -1}},
+        "thinking.budget_tokens",
+        "",
+    ),
+    (MessagesRequest, {**said("a"), "output_config": {"effort": "huge"}}, "output_config.effort", "or 'max'"),
+    (
+        MessagesRequest,
+        {**said("a"), "context_management": {"edits": [{"type": "x"}]}},
+        "context_management.edits[0].type",
+        "'clear_thinking_20251015'",
+    ),
     (
         ResponseRequest,
         {"text": {"format": {"type": "json_schema"}}, "input": "a"},
@@ -201,16 +244,13 @@ def test_the_alternative_that_the_sender_meant_is_blamed() -> None:
         assert message in caught.value.message
 
 
-@each("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
-def test_a_body_that_is_not_json_is_refused(content: bytes) -> None:
-    with pytest.raises(ApiError, match="the body is not JSON"):
-        parse_request(ChatRequest, content)
-
-
-@each("content", [b"[]", b"1", b"null"])
-def test_a_body_that_is_not_an_object_is_refused(content: bytes) -> None:
-    with pytest.raises(ApiError, match="the body is not allowed: give an object"):
-        parse_request(ChatRequest, content)
+def test_a_body_that_is_not_a_json_object_is_refused() -> None:
+    for content in (b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000):
+        with pytest.raises(ApiError, match="the body is not JSON"):
+            parse_request(ChatRequest, content)
+    for content in (b"[]", b"1", b"null"):
+        with pytest.raises(ApiError, match="the body is not allowed: give an object"):
+            parse_request(ChatRequest, content)
 
 
 @each(
@@ -230,6 +270,14 @@ def test_a_body_that_is_not_an_object_is_refused(content: bytes) -> None:
         (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
         (ResponseRequest, {"input": [{"type": "x"}] * 4000}),
         (ResponseRequest, {"input": "a", "include": ["x"] * 10_000}),
+        (ResponseRequest, {"input": "a", "tools": [{"type": "x"}] * 10_000}),
+        (ResponseRequest, {"input": "a", "context_management": [1] * 10_000}),
+        (ResponseRequest, {"input": [{"type": "additional_tools", "role": "developer", "tools": [{}] * 10_000}]}),
+        (ResponseRequest, {"input": [{"type": "mcp_call", **{f"f{i}": 1 for i in range(10_000)}}]}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [USER], "tools": [{"type": "x"}] * 10_000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [USER], "tools": [1] * 10_000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [USER], "context_management": {"edits": [{}] * 10_000}}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "x"}] * 10_000}]}),
         (MessagesRequest, {"max_tokens": 1, "messages": [USER], "system": [{"type": "x"}] * 10_000}),
         (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
     ],

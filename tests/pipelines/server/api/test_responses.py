@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from pipelines.server.api.answers import AnswerInfo, ChoiceText, Event
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.parsing import check_request
-from pipelines.server.api.responses import NAMES, ResponseRequest, ResponseWriter
+from pipelines.server.api.response_requests import NAMES, ResponseRequest
+from pipelines.server.api.responses import ResponseWriter
 from tests.helpers.cases import each
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -112,7 +113,8 @@ def test_the_output_is_taken_back_as_input() -> None:
     items = [item.model_dump(exclude_none=True) for item in response.output]
     result = {"type": "function_call_output", "call_id": "c1", "output": "5"}
     question = {"role": "user", "content": [{"type": "input_text", "text": "1 + 4?"}]}
-    chat = request(input=[question, *items, result], tools=[TOOL], instructions="Add.").chat()
+    unread = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}
+    chat = request(input=[question, unread, *items, result, unread], tools=[TOOL], instructions="Add.").chat()
     called = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     assert chat.conversation() == [
         {"role": "system", "content": "Add."},
@@ -149,11 +151,12 @@ def test_fields_become_the_chats() -> None:
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "r"}, "previous_response_id", "nothing is kept between requests"),
-        ({"store": True}, "store", "store=True is not allowed: give False"),
+        ({"prompt": {"id": "p"}}, "prompt", "prompt is not supported"),
         ({"background": True}, "background", "background=True is not allowed"),
         ({"input": []}, "input", "at least 1 item"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "give 'function'"),
     ],
 )
 def test_unsupported_fields_are_named(fields: dict[str, Any], param: str, message: str) -> None:
