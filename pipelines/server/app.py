@@ -35,7 +35,7 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
     )
     add_errors(app)
     _add_state(app, service)
-    add_models(app, service)
+    add_models(app, service, chat)
     add_routes(app, service, chat)
     if jobs is not None:
         jobs.send = LineSender(service, chat)

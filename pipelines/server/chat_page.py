@@ -85,7 +85,8 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
         yield shown(message, is_complete=True)
 
     with gradio.Blocks(title="Quintet", analytics_enabled=False, fill_height=True) as blocks:
-        model = gradio.Dropdown(endpoint.models, value=endpoint.model, label="Model", render=False)
+        info = f"chat format: {endpoint.chat_format}" if endpoint.chat_format else None
+        model = gradio.Dropdown(endpoint.models, value=endpoint.model, label="Model", info=info, render=False)
         system_prompt = gradio.Textbox(system or "", label="System prompt", render=False)
         tools = gradio.Code(
             label="Tools: a JSON list as in OpenAI's API. Behind a call, your text is its result.",

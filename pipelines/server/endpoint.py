@@ -64,7 +64,9 @@ class Endpoint:
         with self._explained(), httpx.Client(**self._connection) as client:
             response = client.get("/models")
             check_response(response)
-            self.models = [str(listed_model["id"]) for listed_model in response.json()["data"]]
+            listed_models = response.json()["data"]
+            self.models = [str(listed_model["id"]) for listed_model in listed_models]
+            self.chat_format = _chat_format(listed_models[0]) if listed_models else None
         if not self.models:
             raise UserError(f"chat.url={url} lists no model: give the address of a server that has one")
         if model is not None and model not in self.models:
@@ -136,6 +138,15 @@ class Endpoint:
             raise UserError(
                 f"chat.url={self._url} does not answer as OpenAI's API does: give its address with /v1"
             ) from error
+
+
+def _chat_format(listed_model: dict[str, Any]) -> str | None:
+    """Return how a server reads a model's answers; None if it does not tell."""
+    form = listed_model.get("chat_format")
+    if not isinstance(form, dict):
+        return None
+    reason = f", {form['reason']}" if form.get("reason") else ""
+    return f"{form['name']} ({form['origin']}{reason})"
 
 
 def asked_for(decode: DecodeConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from pipelines.server.api.answer_shapes import AnthropicModel, AnthropicModels, Model, Models
+from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.requests import Name
 from pipelines.server.engine_session import loaded
@@ -38,11 +39,12 @@ class ModelPage(BaseModel):
         return after[: self.limit], len(after) > self.limit
 
 
-def add_models(app: FastAPI, service: Service) -> None:
+def add_models(app: FastAPI, service: Service, chat: Chat) -> None:
     def length(name: str) -> int:
         return loaded(service.engine).after(service.named(name).prefix).context_length
 
-    def described(name: str) -> dict[str, Any]:
+    async def described(name: str) -> dict[str, Any]:
+        served = await chat.in_thread(0, lambda: chat.format)
         return {
             "id": name,
             "object": "model",
@@ -52,6 +54,7 @@ def add_models(app: FastAPI, service: Service) -> None:
             "parent": None if name == service.model_name else service.model_name,
             "max_model_len": length(name),
             "context_length": length(name),
+            "chat_format": {"name": served.name, "origin": served.origin, "reason": served.reason or None},
         }
 
     def described_for_anthropic(name: str) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def add_models(app: FastAPI, service: Service) -> None:
     async def models(request: Request, page: Annotated[ModelPage, Query()]) -> JSONResponse:
         """List the model, its adapters and its soft prefixes."""
         if not _is_anthropics(request.headers):
-            return JSONResponse({"object": "list", "data": [described(name) for name in service.model_names]})
+            return JSONResponse({"object": "list", "data": [await described(name) for name in service.model_names]})
         names, has_more = page.of(service.model_names)
         ids = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
         return JSONResponse({"data": list(map(described_for_anthropic, names)), **ids, "has_more": has_more})
@@ -76,7 +79,8 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}", response_model=Model | AnthropicModel, responses=responses(200, 404, 503))
     async def model(request: Request, model: str) -> JSONResponse:
         """Describe one model, adapter or soft prefix."""
-        return JSONResponse((described_for_anthropic if _is_anthropics(request.headers) else described)(model))
+        is_anthropics = _is_anthropics(request.headers)
+        return JSONResponse(described_for_anthropic(model) if is_anthropics else await described(model))
 
 
 def _is_anthropics(headers: Headers) -> bool:

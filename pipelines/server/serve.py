@@ -126,6 +126,7 @@ class _Server:
         self._engine = EngineClient(run) if run.serve.replicas == 1 else replicas_of(run)
         self._service = Service(run.model, run.serve, self._engine, request_log)
         self._jobs = jobs
+        chat.prepare()
         app = create_app(self._service, chat, keys, jobs)
         self._http = _Uvicorn(
             uvicorn.Config(

@@ -24,6 +24,15 @@ class Version(AnswerShape):
     version: str
 
 
+class ModelChatFormat(AnswerShape):
+    """How the model's answers are read."""
+
+    name: str
+    origin: Literal["config", "entry", "probe", "refused"]
+    reason: str | None
+    """Why tools are refused."""
+
+
 class Model(AnswerShape):
     id: str
     object: Literal["model"]
@@ -36,6 +45,7 @@ class Model(AnswerShape):
     max_model_len: Count
     context_length: Count
     """Equal to `max_model_len`. Clients read one of the two."""
+    chat_format: ModelChatFormat
 
 
 class Models(AnswerShape):

@@ -1,5 +1,6 @@
 """The chat format of the served model."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from models.chat.choice import choose, history_of
 from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries, read_format_file
 from models.chat.history import HistoryForm, for_template
-from models.chat.needles import Render
+from models.chat.needles import Render, Renderings
 from models.chat.special_tokens import Vocabulary
-from models.chat.switch import Switch
+from models.chat.switch import OFF, Switch, arguments_of_effort, find_switches
 from models.tokenizers.base import Message, Tokenizer
 from pipelines.server.api.chat_prompt import vocabulary_of
+
+log = logging.getLogger(__name__)
 
 WITHOUT_CALLS = "text"
 """The format of models that show no other: reasoning between <think> and </think>."""
@@ -42,6 +45,19 @@ class ServedFormat:
         renamed = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         return for_template(renamed, self.history)
 
+    def effort_arguments(self, effort: str) -> tuple[dict[str, Any], list[str]]:
+        """Return the template arguments that express a reasoning effort, and warnings about it.
+
+        A template with levels gets the nearest one.
+        """
+        arguments, expressed = arguments_of_effort(self.switches, effort)
+        field = f"reasoning_effort={effort}"
+        if expressed is None:
+            return arguments, [f"{field} is not used: the chat template has no argument for it"]
+        if expressed == "" and effort != OFF:
+            return arguments, [f"{field} only turns reasoning on: the chat template has no levels"]
+        return arguments, [] if expressed in (effort, "") else [f"{field} becomes {expressed} for the chat template"]
+
 
 def served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
     """Return the format of a model. `template`: as in Tokenizer.encode_messages. `setting`: serve.response_template.
@@ -55,8 +71,11 @@ def served_format(tokenizer: Tokenizer | None, template: str | None, setting: st
 def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
     source = (template or tokenizer.tool_template or tokenizer.chat_template or "") if tokenizer else ""
     if setting != "auto":
-        served = configured_format(setting)
-        return replace(served, history=history_of(_renderer(tokenizer, source), served.form)[0]) if source else served
+        return (
+            _fitted(configured_format(setting), tokenizer, source)
+            if tokenizer and source
+            else configured_format(setting)
+        )
     if tokenizer is None:
         return ServedFormat("none", ChatFormat(), "refused", "there is no tokenizer")
     if tokenizer.coded_chat_format and template is None:
@@ -71,13 +90,21 @@ def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: s
     return ServedFormat(choice.name, choice.form, choice.origin, choice.reason, choice.history, choice.switches)
 
 
+def _fitted(served: ServedFormat, tokenizer: Tokenizer, template: str) -> ServedFormat:
+    """Return a configured format with the history's form and the switches of a template."""
+    render = _renderer(tokenizer, template)
+    history, warning = history_of(render, served.form)
+    if warning:
+        log.warning("serve.response_template=%s: %s", served.name, warning)
+    switches = find_switches(Renderings(render), _variables(tokenizer, template))
+    return replace(served, history=history, switches=switches)
+
+
 def _without_calls(reason: str) -> ServedFormat:
     return ServedFormat(WITHOUT_CALLS, entries()[WITHOUT_CALLS].form, "refused", reason)
 
 
-def _renderer(tokenizer: Tokenizer | None, template: str) -> Render:
-    assert tokenizer
-
+def _renderer(tokenizer: Tokenizer, template: str) -> Render:
     def render(messages: Any, tools: Any, add_generation_prompt: bool, arguments: Mapping[str, Any]) -> str:
         return tokenizer.rendered(template, messages, tools, add_generation_prompt, arguments)
 

@@ -21,7 +21,6 @@ from pipelines.server.api.answer_settings import answer_settings
 from pipelines.server.api.chat_format import ServedFormat, configured_format, served_format
 from pipelines.server.api.chat_prompt import ChatPrompt
 from pipelines.server.api.errors import bad_request, too_long
-from pipelines.server.api.reasoning import effort_arguments
 from pipelines.server.api.requests import ChatRequest
 from pipelines.server.api.system_turns import SystemTurns
 
@@ -63,6 +62,10 @@ class Chat:
         """The model's chat format. The first use probes the template."""
         return served_format(self.tokenizer, self._template, self._setting)
 
+    def prepare(self) -> None:
+        """Find the chat format in a thread, so that the first request does not wait for it."""
+        self._short.submit(lambda: self.format)
+
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
         """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
 
@@ -95,6 +98,9 @@ class Chat:
             raise bad_request(
                 "add_special_tokens=true is not allowed: the chat template writes these tokens", "add_special_tokens"
             )
+        if request.continue_final_message and request.conversation()[-1].get("content") is None:
+            problem = "the last message has no content to continue"
+            raise bad_request(f"{problem}: give one, or leave out continue_final_message", "messages")
         # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         text, token_ids, warnings = self._encoded(self.tokenizer, request, tools, max_tokens)
@@ -127,7 +133,7 @@ class Chat:
         if self._system_turns is not None:
             messages, warnings = self._system_turns.fitted(messages)
         if request.reasoning_effort:
-            effort, more = effort_arguments(self.format.switches, request.reasoning_effort)
+            effort, more = self.format.effort_arguments(request.reasoning_effort)
             arguments, warnings = {**effort, **arguments}, warnings + more
         try:
             text, token_ids = tokenizer.encode_messages(
