@@ -164,6 +164,8 @@ def _read(kind: type, value: Any, where: str) -> Any:
     for name in value:
         if name not in hints:
             raise UserError(f"{where}.{shortened(str(name))} is not a field: there are {_names(kind)}")
+    if kind is CallFormat and "body" not in value:
+        raise UserError(f"{where}.body is missing: give one of {', '.join(Body)}")
     return kind(**{name: _field(hints[name], item, f"{where}.{name}") for name, item in value.items()})
 
 

@@ -1,5 +1,6 @@
 """The chat format of the served model."""
 
+import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from models.chat.history import HistoryForm, for_template
 from models.chat.needles import Render, Renderings
 from models.chat.special_tokens import Vocabulary
 from models.chat.switch import OFF, Switch, arguments_of_effort, find_switches
+from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
 from pipelines.server.api.chat_prompt import vocabulary_of
 
@@ -65,7 +67,26 @@ def served_format(tokenizer: Tokenizer | None, template: str | None, setting: st
     Raises UserError for an unknown name, and for a file that is no description.
     """
     served = _served_format(tokenizer, template, setting)
-    return replace(served, vocabulary=vocabulary_of(tokenizer, served.form)) if tokenizer else served
+    if tokenizer is None:
+        return served
+    settings = read_json(tokenizer.source / "tokenizer_config.json") if tokenizer.source.is_dir() else {}
+    if others := unnamed_literals(settings, served.form):
+        what = f"the tokenizer's response_template does not name {others[0]}"
+        log.warning("%s, a marker of the chat format %s: see serve.response_template", what, served.name)
+    return replace(served, vocabulary=vocabulary_of(tokenizer, served.form))
+
+
+def unnamed_literals(settings: Mapping[str, Any], form: ChatFormat) -> list[str]:
+    """Return the opening literals of a format that transformers' response_template does not have.
+
+    `settings`: tokenizer_config.json. The regular expressions of a response_template are compared as texts, and not run.
+    """
+    hint = settings.get("response_template") or settings.get("response_schema")
+    if not isinstance(hint, Mapping):
+        return []
+    text = json.dumps(hint, ensure_ascii=False).replace("\\", "")
+    spans = [form.reasoning.open if form.reasoning else "", form.calls.opening if form.calls else ""]
+    return [line for span in spans for line in span.split("\n")[:1] if line.strip() and line.strip() not in text]
 
 
 def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:

@@ -1,16 +1,19 @@
 """Answers of models: content, reasoning and tool calls, independent of the split into pieces."""
 
 import json
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conf.errors import UserError
 from models.chat.calls import Tools
-from models.chat.description import Body
-from models.chat.entries import entries, matching_entries
+from models.chat.description import Body, read_description
+from models.chat.entries import entries, matching_entries, read_format_file
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from models.chat.reader import AnswerReader
 from models.chat.special_tokens import Vocabulary
@@ -364,6 +367,33 @@ def test_text_without_calls_is_content_to_the_letter(name: str, text: str) -> No
     form = entries()[name].form
     expected = text.lstrip(" \n") if form.answer and form.answer.open.isspace() else text
     assert parts_of(name, [text]) == ([Content(expected)] if expected else [])
+
+
+def test_descriptions_of_users_are_read_or_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text('reasoning: ["<a>", "</a>"]\ncalls: {body: json, call: ["<c>", "</c>"], name_close: ":"}\n')
+    form = read_format_file(file)
+    reader = AnswerReader(form, TOOLS)
+    assert message([*reader.read("<a>hm</a>Hi<c>clock:{}</c>"), *reader.end()]) == [
+        Reasoning("hm"),
+        Content("Hi"),
+        CLOCK,
+    ]
+    for value, error in (
+        ([], "own=[] is not a mapping: give reasoning, limit_text, answer, calls, stops"),
+        ({"cals": {}}, "own.cals is not a field: there are reasoning, limit_text, answer, calls, stops"),
+        ({"calls": {"body": "xml"}}, "own.calls.body='xml' is not allowed: give one of object, json, tagged"),
+        ({"calls": {"body": "json", "max_calls": 2}}, "own.calls.max_calls=2 is not allowed: give 1, or leave it out"),
+        ({"reasoning": "<think>"}, "own.reasoning='<think>' is not a list"),
+        ({"reasoning": ["a", "b", "c"]}, "own.reasoning has 3 texts: give open, close"),
+        ({"stops": ["x" * 201]}, "is not a text of at most 200 characters"),
+        ({"calls": {"call": ["<c>"]}}, "own.calls.body is missing"),
+    ):
+        with pytest.raises(UserError, match=re.escape(error)):
+            read_description(value, "own")
+    file.write_text("a: [")
+    with pytest.raises(UserError, match="cannot be read as a chat format"):
+        read_format_file(file)
 
 
 def test_the_format_is_told_by_template_and_vocabulary() -> None:

@@ -18,6 +18,7 @@ from conf.serving import ServeConfig
 from conf.thinking import ThinkingConfig
 from models.tokenizers import Tokenizer
 from pipelines.server.api.answers import TokenTexts
+from pipelines.server.api.chat_format import unnamed_literals
 from pipelines.server.api.conversation import LONG_TEXT, Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.message_reader import add_delta
@@ -394,6 +395,22 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     levels.write_text("{{- raise_exception(reasoning_effort or 'no effort') }}")
     chat = Chat(tokenizer, ServeConfig(chat_template=str(levels)))
     assert "does not take these messages: no effort" in refused(chat, reasoning_effort="max").message
+
+
+def test_calls_whose_markers_are_special_tokens_are_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm!25281: the engine must keep these tokens in the text. A response_template of transformers is a hint."""
+    template, special, added = STYLES["chatml"]
+    monkeypatch.setitem(STYLES, "chatml", (template, [*special, *added[:2]], added[2:]))
+    chat, _ = chat_of(tmp_path, "chatml")
+    assert chat.prompt(request(tools=TOOLS)).settings == {"skip_special_tokens": False}
+    assert [call["function"]["name"] for call in read(chat, CALLS["chatml"], tools=TOOLS)["tool_calls"]] == [
+        "weather",
+        "clock",
+    ]
+    form = chat.format.form
+    assert unnamed_literals({"response_template": {"a": r"\<think\>(.*)", "b": "<tool_call>"}}, form) == []
+    assert unnamed_literals({"response_schema": {"x-regex": "<think>"}}, form) == ["<tool_call>"]
+    assert unnamed_literals({"response_template": None}, form) == []
 
 
 def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:

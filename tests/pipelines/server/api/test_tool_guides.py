@@ -114,7 +114,10 @@ def read(form: ChatFormat, text: str) -> tuple[list[tuple[str, Any]], str]:
 
 @each("name", FORMS, quick=QUICK)
 def test_required_calls_match_and_are_read_back(name: str) -> None:
-    """The grammar takes what the model writes, and the reader takes random texts of the grammar: valid calls only."""
+    """The grammar takes what the model writes, and the reader takes random texts of the grammar: valid calls only.
+
+    llama.cpp#26737: tags that are required have a valid grammar in their own form.
+    """
     validators = pytest.importorskip("jsonschema_rs", reason="needs the extra test-clients")
     valid = {tool: validators.validator_for(schema) for tool, schema in SCHEMAS.items()}
     form = FORMS[name]
