@@ -142,7 +142,7 @@ def test_reasoning_folds_and_a_call_is_answered_with_its_result(
         assert not page.get_by_text("hm", exact=True).is_visible()
         page.get_by_text("Call of weather").click()
         page.get_by_text("北京").wait_for()
-        page.screenshot(path=tmp_path / "call.png")
+        page.screenshot(path=tmp_path / "call.png", animations="disabled")
         server.lines = lines
         say(page, "sunny")
         page.get_by_text("你好，").wait_for()
