@@ -5,7 +5,6 @@ from typing import Any
 from models.chat.description import ChatFormat
 from models.tokenizers.base import Tokenizer, Tool
 from pipelines.server.api.chat_format import ServedFormat
-from pipelines.server.api.errors import not_allowed
 from pipelines.server.api.requests import ChatRequest, NamedTool
 from pipelines.server.api.settings import guide_of, thinking_setting
 from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
@@ -51,11 +50,10 @@ def _may_reason(form: ChatFormat, tokenizer: Tokenizer) -> bool:
     return form.reasoning is not None and form.reasoning.open.strip() in tokenizer.control_texts
 
 
-def _thinking(budget: int, served: ServedFormat, begun: str) -> dict[str, Any]:
-    """Return the setting `thinking` of a request with a budget. Raises ApiError for a format without reasoning."""
+def _thinking(budget: int, served: ServedFormat, begun: str) -> dict[str, Any] | None:
+    """Return the setting `thinking` of a request with a budget; None, no limit, for a format without reasoning."""
     span = served.form.reasoning
     if span is None:
-        reason = f"this model's format ({served.name}) has no reasoning, leave it out"
-        raise not_allowed("thinking_token_budget", budget, reason)
+        return None
     is_open = begun == span.open
     return thinking_setting(budget, span.open.strip(), span.close.strip(), is_open, served.form.limit_text or None)

@@ -122,6 +122,9 @@ class Chat:
             text, token_ids, settings, form, callable_tools, begun, dropped, self.format.vocabulary, num_calls
         )
         prompt.warnings = warnings
+        if request.thinking_token_budget is not None and self.format.form.reasoning is None:
+            reason = f"this model's format ({self.format.name}) has no reasoning"
+            prompt.warnings.append(f"thinking_token_budget is not used: {reason}")
         return prompt
 
     def _encoded(

@@ -367,6 +367,10 @@ class ChatRequest(Sampling):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt are both true: give only one"
             raise bad_request(message, "continue_final_message")
+        last = self.messages[-1]
+        if self.continue_final_message and (last.content is None or getattr(last, "tool_calls", None)):
+            message = "the last message is no text that an answer can continue: leave out continue_final_message"
+            raise bad_request(message, "messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):
