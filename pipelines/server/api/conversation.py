@@ -98,9 +98,6 @@ class Chat:
             raise bad_request(
                 "add_special_tokens=true is not allowed: the chat template writes these tokens", "add_special_tokens"
             )
-        if request.continue_final_message and request.conversation()[-1].get("content") is None:
-            problem = "the last message has no content to continue"
-            raise bad_request(f"{problem}: give one, or leave out continue_final_message", "messages")
         # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         text, token_ids, warnings = self._encoded(self.tokenizer, request, tools, max_tokens)
