@@ -196,16 +196,17 @@ class ArgumentRules:
         others = "|".join("".join(map(_escaped, word)) for word in sorted(words))
         texts = [f"({text})" for text in bare] + ([f"/({others})/"] if others else [])
         if texts:
-            yield self._rules.until(
-                self._form.tag.value_close, self._rules.rule(" | ".join(texts), "BARE"), is_limited=True
-            )
+            close, line_break = _without_line_break(self._form.tag.value_close)
+            value = joined(f"({' | '.join(texts)})", line_break and f"/{line_break}/")
+            yield self._rules.until(close, self._rules.rule(value, "BARE"), is_limited=True)
 
     def _until(self, close: str, schema: Schema) -> str:
         """Return the expression of the strings with a schema's pattern, format and length, and of the literal behind."""
         limits = _limits(schema)
+        close, line_break = _without_line_break(close)
         if not limits:
             return self._rules.until(close)
-        expression = " & ".join(f"/{limit}/" for limit in limits)
+        expression = " & ".join(f"/({limit}){line_break}/" for limit in limits)
         text = expression if len(limits) == 1 else self._rules.rule(expression, "TEXT")
         return self._rules.until(close, text, is_limited=True)
 
@@ -277,6 +278,14 @@ class ArgumentRules:
         if isinstance(value, list):
             return joined('"["', ' "," '.join(map(self._gemma_constant, value)), '"]"')
         return quoted(json.dumps(value))
+
+
+def _without_line_break(close: str) -> tuple[str, str]:
+    """Return a closing literal without the line break at its beginning, and a regular expression of the line break.
+
+    The reader ends a value also at a literal without it, so the text of a value may not hold that.
+    """
+    return (close[1:], r"\n?") if close.startswith("\n") else (close, "")
 
 
 def _limits(schema: Schema) -> list[str]:

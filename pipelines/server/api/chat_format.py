@@ -154,4 +154,5 @@ def configured_format(setting: str) -> ServedFormat:
         raise UserError(
             f"serve.response_template={setting!r} is not allowed: give auto, a YAML file, or one of {names}"
         )
-    return ServedFormat(setting, form, "config", f"serve.response_template={setting} has none")
+    reason = "" if form.calls else f"serve.response_template={setting} has none"
+    return ServedFormat(setting, form, "config", reason)

@@ -318,6 +318,9 @@ def test_parameters_keep_their_schema(name: str) -> None:
     for pattern in ("a/b", r"\d+\w", "a\nb", r"[/]\/", r"\\/", "(?i)a", '"x"', "\\\\/\n"):
         assert regex(pattern) == regex_to_lark(pattern, use_ascii="")
     named = tools_of({"f": {"properties": {"from": {"type": "string"}, "to": {"type": "string"}}}})
+    if name == "qwen3_coder":  # a value holds no closing tag, also without its line break: the reader ends it there
+        other = written(form, Call("f", {"from": "a</parameter>\n<parameter=more>\nb"}))
+        assert not rules.matches(other)
     reserved = name == "lfm2"  # Python has no keyword argument with this name, so it is left out
     rules = grammar(form, vocabulary, True, True, tools=named)
     assert rules.matches(written(form, Call("f", {"to": "a"})))
