@@ -9,7 +9,7 @@ from models.chat.entries import entries, matching_entries
 from models.chat.history import HistoryForm, Ids
 from models.chat.needles import CONTENT, Render, Renderings, answer, user
 from models.chat.probe import Turn, derive, find_reasoning, histories, is_split, settled, takes_calls, turn_of
-from models.chat.readback import begun, reads_back
+from models.chat.readback import reads_back
 from models.chat.switch import Switch, find_switches
 
 PROBED = "probed"
@@ -22,12 +22,10 @@ class Choice:
     name: str
     form: ChatFormat
     origin: str
-    """entry, probe or refused."""
+    """config, entry, probe or refused."""
     reason: str = ""
     """Why tools are refused."""
     history: HistoryForm = HistoryForm()
-    begun: str = ""
-    """The literal with which a prompt without arguments begins the answer, such as the opening of the reasoning."""
     switches: tuple[Switch, ...] = ()
     """The template's arguments that switch reasoning."""
     num_renderings: int = 0
@@ -61,8 +59,7 @@ def choose(render: Render, template: str, control_tokens: Collection[str], names
     matching = matching_entries(template, control_tokens)
     try:
         choice = _read_choice(renderings, template, matching) or _unread_choice(renderings, template, matching)
-        prompt = renderings.text([user()], prompts=True, tools=None) or ""
-        choice = replace(choice, begun=begun(choice.form, prompt), switches=find_switches(renderings, names))
+        choice = replace(choice, switches=find_switches(renderings, names))
     except UserError as error:
         choice = Choice(PROBED, ChatFormat(), "refused", shortened(str(error)))
     return replace(choice, num_renderings=renderings.count)

@@ -125,11 +125,10 @@ class ChatFormat:
         """Return the format for requests without tools, in which calls are content."""
         return self if self.has_messages else replace(self, calls=None)
 
-    @property
-    def beginnings(self) -> list[str]:
-        """The literals with which a prompt may begin the answer."""
+    def begun(self, prompt: str) -> str:
+        """Return the literal with which a prompt begins the answer, for example the opening of the reasoning."""
         texts = [self.reasoning.open if self.reasoning else "", self.calls.call.open if self.calls else ""]
-        return [text for text in texts if text.strip()]
+        return next((text for text in texts if text.strip() and prompt.rstrip().endswith(text.strip())), "")
 
     @property
     def literals(self) -> list[str]:

@@ -108,15 +108,10 @@ def answer_text(tail: str, form: ChatFormat, turn: Turn) -> str:
     return text.lstrip().removeprefix(close)  # a prompt without reasoning may end with its closing literal
 
 
-def begun(form: ChatFormat, prompt: str) -> str:
-    """Return the literal with which a prompt begins the answer."""
-    return next((literal for literal in form.beginnings if prompt.rstrip().endswith(literal.strip())), "")
-
-
 def read_parts(form: ChatFormat, turn: Turn, pieces: Sequence[str]) -> list[Part]:
     """Read an answer that arrives in pieces."""
     tools = Tools({name: {"properties": SCHEMA} for name in NAMES})
-    reader = AnswerReader(form, tools, begun(form, turn.header))
+    reader = AnswerReader(form, tools, form.begun(turn.header))
     return [part for piece in pieces for part in reader.read(piece)] + reader.end()
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from models.chat.choice import choose, history_of
+from models.chat.choice import Choice, choose, history_of
 from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries, read_format_file
-from models.chat.history import HistoryForm, for_template
+from models.chat.history import for_template
 from models.chat.needles import Render, Renderings
 from models.chat.special_tokens import Vocabulary
-from models.chat.switch import OFF, Switch, arguments_of_effort, find_switches
+from models.chat.switch import OFF, arguments_of_effort, find_switches
 from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
 from pipelines.server.api.chat_prompt import vocabulary_of
@@ -26,21 +26,10 @@ WITHOUT_CALLS = "text"
 
 
 @dataclass(frozen=True)
-class ServedFormat:
-    """A chat format, and how it was chosen."""
+class ServedFormat(Choice):
+    """The chat format in use, and the special tokens in its literals."""
 
-    name: str
-    form: ChatFormat
-    origin: str
-    """config, entry, probe or refused."""
-    reason: str = ""
-    """Why calls cannot be read."""
-    history: HistoryForm = HistoryForm()
-    """The form in which the template takes earlier calls."""
-    switches: tuple[Switch, ...] = ()
-    """The template's arguments that switch reasoning."""
     vocabulary: Vocabulary | None = None
-    """The special tokens in the format's literals."""
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages for the template. Role developer becomes system."""
@@ -108,7 +97,7 @@ def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: s
     choice = choose(_renderer(tokenizer, source), texts, tokenizer.control_texts, _variables(tokenizer, source))
     if choice.form == ChatFormat():
         return _without_calls(choice.reason)
-    return ServedFormat(choice.name, choice.form, choice.origin, choice.reason, choice.history, choice.switches)
+    return ServedFormat(**vars(choice))
 
 
 def _fitted(served: ServedFormat, tokenizer: Tokenizer, template: str) -> ServedFormat:

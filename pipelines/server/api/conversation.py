@@ -161,7 +161,7 @@ def _begun(form: ChatFormat, text: str, request: ChatRequest) -> str:
         content = str(request.conversation()[-1].get("content"))
         open, close = (literal.strip() for literal in form.reasoning)
         return form.reasoning.open if open and content.rfind(open) > content.rfind(close) else ""
-    return next((literal for literal in form.beginnings if text.rstrip().endswith(literal.strip())), "")
+    return form.begun(text)
 
 
 def _read_template(path: str) -> str:

@@ -119,15 +119,13 @@ def test_reasoning_its_prefill_and_its_switches_are_found() -> None:
         "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}|{{ c.function.arguments | tojson }}</c>{% endfor %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     )
-    result = chosen(body + "{% if thinking_budget != 0 %}<r>{% else %}<r></r>{% endif %}{% endif %}")
+    template = body + "{% if thinking_budget != 0 %}<r>{% else %}<r></r>{% endif %}{% endif %}"
+    result = chosen(template)
     assert result.form.reasoning == Span("<r>", "</r>")
     assert result.form.answer == Span("<a>", "</a>")
-    assert (result.begun, [(s.name, s.off, s.takes_budget) for s in result.switches]) == (
-        "<r>",
-        [("thinking_budget", 0, True)],
-    )
+    assert result.form.begun(renderer(template)([{"role": "user", "content": "Hi"}], None, True, {})) == "<r>"
+    assert [(s.name, s.off, s.takes_budget) for s in result.switches] == [("thinking_budget", 0, True)]
     result = chosen(body + "{{ 'Effort: ' ~ reasoning_effort }}{% if enable_thinking %}<r>{% endif %}{% endif %}")
-    assert result.begun == ""
     assert [(s.name, s.off, s.on, s.levels) for s in result.switches] == [
         ("enable_thinking", False, True, ()),
         ("reasoning_effort", None, None, ("low", "medium", "high")),  # any word is printed: none switches nothing off
