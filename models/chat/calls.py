@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from models.chat.description import Body, CallFormat
+from models.chat.elements import read_element
 from models.chat.parts import PartWriter
 from models.chat.schemas import Parameters, is_string
 from models.chat.stream import SPACE, Reading, Sink, TextStream
@@ -13,6 +14,7 @@ from models.chat.values import (
     Malformed,
     closing_brackets,
     is_json,
+    json_of,
     json_of_literal,
     read_gemma_object,
     read_json_string,
@@ -284,6 +286,8 @@ class CallReader:
                 yield from self._start_named(["{"])
                 self._stream.position -= 1
                 self._complete((yield from read_gemma_object(self._stream, self._form.quote, self._pass)))
+            case Body.elements:
+                yield from self._read_elements()
             case Body.chatglm3:
                 header: list[str] = []
                 yield from self._stream.until(("\n",), header.append, MAX_NAME)
@@ -297,6 +301,16 @@ class CallReader:
                 yield from self._stream.take(FENCE)
             case _:
                 yield from self._read_tagged_call()
+
+    def _read_elements(self) -> Reading[None]:
+        """Read a call whose arguments are elements. It is passed on when it is complete."""
+        header: list[str] = []
+        yield from self._stream.until((self._form.name_close,), header.append, MAX_NAME)
+        name = "".join(header).strip()
+        parameters = self._tools.parameters.get(name) or {}
+        value = yield from read_element(self._stream, self._form.tag.key_open, parameters, parameters)
+        self.start(name)
+        self._pass(json_of(value if isinstance(value, dict) else {}))
 
     def _start_named(self, ends: list[str]) -> Reading[str]:
         """Read a name up to one of the literals, and start the call. Return the literal; "" at the answer's end."""

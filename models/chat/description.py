@@ -40,6 +40,10 @@ class Body(StrEnum):
     """Messages with a header that names the channel and the recipient, as gpt-oss writes them. The arguments are a JSON
     object, or tagged if the format has a `tag`.
     """
+    elements = "elements"
+    """A name, and arguments as nested elements that are named by their keys. `tag.key_open` is the marker before each
+    tag.
+    """
     chatglm3 = "chatglm3"
     """A name, and below it a fenced Python call `tool_call(...)`."""
 

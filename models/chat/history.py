@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -11,6 +11,7 @@ from typing import Any
 
 from models.chat.description import CallFormat
 from models.chat.writer import Call, write_calls
+from models.tokenizers.control_tokens import Composed
 
 Message = dict[str, Any]
 MAX_DEPTH = 64
@@ -157,8 +158,7 @@ def _with_calls(message: Message, calls: list[dict[str, Any]], form: HistoryForm
     content = message.get("content")
     message = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
     if form.written:
-        texts = [content] if isinstance(content, str) and content else []
-        return message | {"content": "\n".join([*texts, write_calls(form.written, [*map(_written, calls)])])}
+        return message | {"content": _written_content(content, calls, form.written)}
     message["tool_calls"] = calls
     if content and not form.drops_content:
         return message | {"content": content}
@@ -171,7 +171,22 @@ def _with_calls(message: Message, calls: list[dict[str, Any]], form: HistoryForm
             return message
 
 
-def _written(call: Mapping[str, Any]) -> Call:
+def _written_content(content: Any, calls: Sequence[Mapping[str, Any]], form: CallFormat) -> Composed:
+    """Return the content and the calls in one text. The literals of the format may be control tokens in it."""
+    texts = [content] if isinstance(content, str) and content else []
+
+    def compose(changed: Callable[[Any], Any]) -> str:
+        values = [changed(_written(call)) for call in calls]
+        return "\n".join([*changed(texts), write_calls(form, [Call(**value) for value in values])])
+
+    return Composed.of(compose)
+
+
+def _written(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = _object(function["arguments"])
-    return Call(function["name"], arguments if isinstance(arguments, dict) else {}, call.get("id"))
+    return {
+        "name": function["name"],
+        "arguments": arguments if isinstance(arguments, dict) else {},
+        "id": call.get("id"),
+    }

@@ -1,17 +1,36 @@
-"""Whether a tool's schema allows only strings for a parameter."""
+"""The types of values that a tool's schema allows."""
 
 from collections.abc import Mapping
 from typing import Any
 
+MAX_STEPS = 8
+"""Most references that are followed."""
 Parameters = Mapping[str, Any]
 """The JSON schema of a tool's arguments."""
 
 
 def is_string(parameters: Parameters | None, name: str) -> bool:
     """Return whether a parameter's value is always a string. False for a parameter without a schema."""
-    properties = (parameters or {}).get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(schema, parameters or {}, 8) == {"string"}
+    root = parameters or {}
+    properties = root.get("properties")
+    return allows_only_strings(properties.get(name) if isinstance(properties, Mapping) else None, root)
+
+
+def allows_only_strings(schema: Any, root: Parameters) -> bool:
+    """Return whether a schema within the schema `root` allows only strings."""
+    return _types(schema, root, MAX_STEPS) == {"string"}
+
+
+def member(schema: Any, name: str, root: Parameters) -> Any:
+    """Return the schema of an object's property, or of a list's items; None if there is none."""
+    for _ in range(MAX_STEPS):
+        if not isinstance(schema, Mapping):
+            return None
+        if not isinstance(path := schema.get("$ref"), str):
+            break
+        schema = _target(path, root)
+    properties = schema.get("properties")
+    return properties[name] if isinstance(properties, Mapping) and name in properties else schema.get("items")
 
 
 def _types(schema: Any, root: Parameters, depth: int) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.chat.description import Body, CallFormat
+from models.chat.elements import write_element
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def _body(form: CallFormat, call: Call, index: int) -> str:
         case Body.chatglm3:
             keywords = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
             return f"{call.name}\n```python\ntool_call({keywords})\n```"
+        case Body.elements:
+            items = (write_element(form.tag.key_open, *item) for item in call.arguments.items())
+            return call.name + form.name_close + "".join(f"\n{text}" for text in items)
         case Body.tagged:
             return _tagged_call(form, call)
 

@@ -15,6 +15,19 @@ from conf.errors import UserError
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without an assigned meaning
 
 
+class Composed(str):
+    """A text of literals, which may become control tokens, and of values, which may not."""
+
+    compose: Callable[[Callable[[Any], Any]], str]
+    """Returns the text, for a function that changes the values."""
+
+    @classmethod
+    def of(cls, compose: Callable[[Callable[[Any], Any]], str]) -> "Composed":
+        text = cls(compose(lambda value: value))
+        text.compose = compose
+        return text
+
+
 class ControlTokens:
     """The control tokens of a template's conversations: all special tokens, and other tokens in the template."""
 
@@ -109,6 +122,8 @@ def _json(values: object) -> str:
 
 
 def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    if isinstance(value, Composed):
+        return value.compose(lambda part: _replaced(part, replace))
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ def tool_guide(
 
     Raises ApiError (400) if the format's calls, or a tool's schema, have no grammar here.
     """
-    if form.calls is None or form.calls.body is Body.chatglm3:
+    if form.calls is None or form.calls.body in (Body.chatglm3, Body.elements):
         message = f"calls in this model's format ({form.calls and form.calls.body}) cannot be enforced"
         raise bad_request(f"{message}: give tool_choice=auto, and neither strict nor parallel_tool_calls", "tools")
     answer = AnswerRules(form, Rules(literal), begun)

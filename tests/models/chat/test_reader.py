@@ -152,6 +152,18 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("gpt_oss", "<|channel|>commentary to=functions.no <|message|>{}<|call|>", [Content("{}")]),
     ("qwen3_coder", x("exec", ("a", "1e999"), ("b", "[1, 2]")), [("exec", {"a": float("inf"), "b": [1, 2]}, None)]),
     ("text", "<think>a</think>b <tool_call>", [Reasoning("a"), Content("b <tool_call>")]),
+    (
+        "minimax_m3",
+        '<mm:think>hm</mm:think>Ok]~[<tool_call>\n]~[<invoke name="exec">\n]~[<a>]~[<item>1]~[</item>]~[</a>]~[<b>]~[<c>x<y'
+        ']~[</c>]~[<c>2]~[</c>]~[</b>]~[</invoke>\n]~[<invoke name="weather">]~[<city>12]~[</city>]~[</invoke>'
+        "\n]~[</tool_call>".replace("]~[", "]<]minimax[>["),
+        [
+            Reasoning("hm"),
+            Content("Ok"),
+            ("exec", {"a": [1], "b": {"c": ["x<y", 2]}}, None),
+            ("weather", {"city": "12"}, None),
+        ],
+    ),
     ("none", "<think>a</think>", [Content("<think>a</think>")]),
 ]
 

@@ -413,6 +413,27 @@ def test_calls_whose_markers_are_special_tokens_are_calls(tmp_path: Path, monkey
     assert unnamed_literals({"response_template": None}, form) == []
 
 
+def test_calls_that_a_template_omits_are_written_with_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Granite 3.3. A marker that an argument spells stays text."""
+    template = "{% for m in messages %}<|r|>{{ m.role }}<|e|>{{ m.content }}{% endfor %}{{ tools }}{{ '' and '<|tool_call|>' }}"
+    monkeypatch.setitem(STYLES, "chatml", (template, ["<|r|>", "<|e|>", "<|tool_call|>"], []))
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    assert (chat.format.name, chat.format.origin) == ("granite3", "entry")
+    function = {"name": "weather", "arguments": '{"city": "a<|tool_call|>b"}'}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    prompt = chat.prompt(
+        request(messages=[USER, answer, {"role": "tool", "tool_call_id": "a", "content": "sun"}], tools=TOOLS)
+    )
+    assert '<|tool_call|>[{"name": "weather", "arguments": {"city": "a<|tool_call|>b"}}]' in prompt.text
+    assert prompt.token_ids.count(tokenizer.special_token_id("<|tool_call|>")) == 1  # type: ignore[arg-type]
+
+
 def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
     save(byte_level(), tmp_path)
     chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
