@@ -1,5 +1,6 @@
 """Read tool calls while they arrive, in the bodies of `description.Body`."""
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ from models.chat.values import (
 )
 
 FENCE = "```"
+MAX_LITERALS = 8
+"""Most literals before the first call. A weak model may repeat an opening thousands of times."""
+MAX_READ_AGAIN = 1 << 16
+"""Most characters of an answer that seemed to be calls and are read again as text. After them nothing is a call."""
 MAX_NAME = 300
 """Most characters of the text before the arguments."""
 NAME = re.compile(r"[\w.-]+")
@@ -51,6 +56,7 @@ class CallReader:
     def __init__(self, form: CallFormat, tools: Tools, stream: TextStream, writer: PartWriter) -> None:
         self._form, self._tools, self._stream, self._writer = form, tools, stream, writer
         self._num_started = 0
+        self._num_read_again = 0
         self._name, self._arguments = "", ""
         self._call_open = literals(form.call.open)
         self._call_close = literals(form.call.close)
@@ -71,24 +77,25 @@ class CallReader:
 
     def read(self, opening: str, text_sink: Sink) -> Reading[bool]:
         """Read the calls behind a literal of `openings`. Return False if there are none: the literal is text then."""
-        self._stream.mark(len(opening))
-        self._stream.position -= opening == AT_LINE_START
-        if (yield from self._has_calls(opening)):
-            return True
-        self._stream.reset()
-        self._stream.position += len(opening)
+        if self._num_read_again < MAX_READ_AGAIN:
+            self._stream.mark(len(opening))
+            self._stream.position -= opening == AT_LINE_START
+            if (yield from self._has_calls(opening)):
+                return True
+            self._num_read_again += self._stream.reset()
+            self._stream.position += len(opening)
         text_sink(opening)
         return False
 
     def read_bare(self) -> Reading[bool]:
         """Read the calls of an answer that begins with them, without a literal. Return False if it does not."""
-        if not self._is_bare:
+        if not self._is_bare or self._num_read_again >= MAX_READ_AGAIN:
             return False
         self._stream.mark()
         yield from self._stream.skip()
         if (yield from self._may_begin()) and (yield from self._has_calls("")):
             return True
-        self._stream.reset()
+        self._num_read_again += self._stream.reset()
         return False
 
     def start(self, name: str, id: str | None = None) -> None:
@@ -157,7 +164,9 @@ class CallReader:
         num_before = self._num_started
         is_open = not opening or opening in self._call_open[-1:]
         in_list = False
-        while True:
+        for number in itertools.count():
+            if number > MAX_LITERALS and self._num_started == num_before:
+                raise Malformed
             yield from stream.skip()
             char = yield from stream.peek()
             if (yield from self._take_any([*self._section_open, form.separator.strip()])):

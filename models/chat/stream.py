@@ -41,10 +41,13 @@ class TextStream:
     def unmark(self) -> None:
         self._mark = None
 
-    def reset(self) -> None:
-        """Go back to the mark."""
-        if self._mark is not None:
-            self.position, self._mark = self._mark, None
+    def reset(self) -> int:
+        """Go back to the mark. Return the number of characters."""
+        if self._mark is None:
+            return 0
+        size = self.position - self._mark
+        self.position, self._mark = self._mark, None
+        return size
 
     def peek(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""

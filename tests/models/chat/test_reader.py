@@ -17,6 +17,7 @@ from models.chat.entries import entries, matching_entries, read_format_file
 from models.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from models.chat.reader import AnswerReader
 from models.chat.special_tokens import Vocabulary
+from models.chat.stream import SPACE, Reading, TextStream
 from models.chat.writer import Call, write_calls
 from tests.helpers.cases import each
 
@@ -379,6 +380,31 @@ def test_text_without_calls_is_content_to_the_letter(name: str, text: str) -> No
     form = entries()[name].form
     expected = text.lstrip(" \n") if form.answer and form.answer.open.isspace() else text
     assert parts_of(name, [text]) == ([Content(expected)] if expected else [])
+
+
+def test_a_model_that_repeats_itself_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An opening that begins no call is read again as text, which would be quadratic: it ends at a number of characters."""
+    num_skips = 0
+    skip = TextStream.skip
+
+    def counted(self: TextStream, characters: str = SPACE) -> Reading[None]:
+        nonlocal num_skips
+        num_skips += 1
+        return skip(self, characters)
+
+    monkeypatch.setattr(TextStream, "skip", counted)
+    monkeypatch.setattr("models.chat.calls.MAX_READ_AGAIN", 1000)
+    for form, word in (
+        ("cohere", "<|START_ACTION|>[f("),
+        ("hermes", "<tool_call>"),
+        ("llama4", '<|python_end|>{"type":{'),
+    ):
+        num_skips = 0
+        assert "".join(part.text for part in parts_of(form, [word * 500]) if isinstance(part, Content)) in (
+            word * 500,
+            word.removeprefix("<|python_end|>") * 500,
+        )
+        assert num_skips < 6000
 
 
 def test_descriptions_of_users_are_read_or_refused_by_name(tmp_path: Path) -> None:
