@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from models.chat.description import Body, CallFormat
@@ -108,10 +108,17 @@ class CallReader:
         if not self._is_surplus:
             self._writer.begin_call(name, id)
 
-    def read_json_arguments(self) -> Reading[None]:
-        """Pass on the arguments of the started call. They may be an object, an object as a string, or null."""
+    def read_json_arguments(self, ends: Sequence[str] = ()) -> Reading[None]:
+        """Pass on the arguments of the started call.
+
+        They may be an object, an object as a string, null, or nothing before a closing literal or one of `ends`.
+        """
         yield from self._stream.skip()
         char = yield from self._stream.peek()
+        for text in (*ends, *self._call_close[:1], *self._section_close, *self._call_open[:1]):
+            if (yield from self._stream.comes(text)):
+                self._pass("{}")
+                return
         if char == "{":
             self._complete((yield from read_json_value(self._stream, self._pass)))
             return
@@ -133,7 +140,11 @@ class CallReader:
         """End a call's arguments. If the model ended its answer, brackets that are missing are added."""
         if not is_complete and not self.is_cut:
             self._pass(closing_brackets(self._arguments) if self._arguments else "{}")
-        self.has_cut_call |= not is_complete and not is_json(self._arguments)
+        self.note_cut(not is_complete and not is_json(self._arguments))
+
+    def note_cut(self, is_cut: bool) -> None:
+        """Note whether the arguments of the last call are incomplete, unless the call is dropped."""
+        self.has_cut_call |= is_cut and not self._is_surplus
 
     def _has_calls(self, opening: str) -> Reading[bool]:
         """Read calls. Return whether one was started."""
@@ -141,7 +152,10 @@ class CallReader:
         try:
             yield from self._read_calls(opening)
         except Malformed:
-            self.has_cut_call |= self._num_started > num_before
+            if self._num_started > num_before and not self._stream.reset():
+                self.note_cut(True)
+        if self._num_started > num_before:
+            self._stream.unmark()
         return self._num_started > num_before
 
     def _may_begin(self) -> Reading[bool]:
@@ -159,34 +173,42 @@ class CallReader:
         return False
 
     def _read_calls(self, opening: str) -> Reading[None]:
-        """Read calls up to the end of their section, or to text that is none."""
+        """Read calls up to the end of their section, or to text that is none.
+
+        Behind a call the place where the next one begins is marked, until it is started.
+        """
         stream, form = self._stream, self._form
         num_before = self._num_started
         is_open = not opening or opening in self._call_open[-1:]
-        in_list = False
+        in_list = in_call = False
         for number in itertools.count():
             if number > MAX_LITERALS and self._num_started == num_before:
                 raise Malformed
             yield from stream.skip()
             char = yield from stream.peek()
+            if self._num_started > num_before and not in_call:
+                stream.mark()
             if (yield from self._take_any([*self._section_open, form.separator.strip()])):
                 continue
             if not char or (yield from self._take_any(self._section_close)):
                 return
             if (yield from self._take_any(self._call_close)):
-                is_open = False
+                is_open = in_call = False
             elif literal := (yield from self._take_any(self._call_open)):
-                is_open = literal == self._call_open[-1]
+                is_open, in_call = literal == self._call_open[-1], True
             elif form.body in LISTED and char in "[],;" and (char != "[" or self._num_started == num_before):
                 stream.position += 1
                 in_list = char == "[" or (in_list and char != "]")
             elif form.body is Body.object and char == "{":
                 yield from self._read_object()
+                in_call = False
+            elif form.body is Body.object and char == "}" and self._num_started > num_before:
+                stream.position += 1  # a bracket too many
             elif NAME.match(char) and (form.body is Body.python or (form.body is Body.object and in_list)):
                 yield from self._read_python_call()
             elif is_open and form.body not in LISTED:
                 yield from self._read_named_call()
-                is_open = False
+                is_open = in_call = False
             elif self._num_started == num_before:
                 raise Malformed
             else:
@@ -222,7 +244,7 @@ class CallReader:
                 stream.position += 1
                 depth -= 1
                 continue
-            if not char:
+            if not char or (is_started and char != '"'):
                 break
             key = yield from self._read_key()
             if key == WRAPPER and not name and (yield from stream.take("{")):
@@ -242,7 +264,7 @@ class CallReader:
                 self.start(name, id)
                 is_started = True
                 yield from self.read_json_arguments()
-            elif key in (keys.id, "id", "type", "name"):
+            elif is_started or key in (keys.id, "id", "type", "name"):
                 value: list[str] = []
                 yield from read_json_value(stream, value.append)
                 id = self._object_id("".join(value)) if key == keys.id else id
@@ -271,7 +293,9 @@ class CallReader:
     def _read_text(self) -> Reading[str]:
         """Return the value of a JSON string. Raises Malformed for anything else."""
         text: list[str] = []
-        if not (yield from self._stream.take('"')) or not (yield from read_json_string(self._stream, text.append)):
+        if not (yield from self._stream.take('"')):
+            raise Malformed
+        if not (yield from read_json_string(self._stream, text.append, MAX_NAME)):
             raise Malformed
         try:
             return str(json.loads('"' + "".join(text)))
@@ -325,7 +349,7 @@ class CallReader:
         """Read a name up to one of the literals, and start the call. Return the literal; "" at the answer's end."""
         text: list[str] = []
         end = yield from self._stream.until(tuple(ends), text.append, MAX_NAME)
-        if not end and not self._stream.is_complete:
+        if not end and (self.is_cut or not self._stream.is_complete):
             raise Malformed
         self.start(*self._name_and_id("".join(text).strip()))
         return end
@@ -377,7 +401,7 @@ class CallReader:
         is_complete = bool((yield from stream.peek()))
         if is_complete or not self.is_cut:
             self._pass("}" if keys else "{}")
-        self.has_cut_call |= not is_json(self._arguments)
+        self.note_cut(not is_json(self._arguments))
 
     def _read_tagged_argument(self, keys: set[str]) -> Reading[None]:
         tag, stream = self._form.tag, self._stream
@@ -411,7 +435,7 @@ class CallReader:
         value = Trimmed(sink if is_text else None, close.startswith("\n"))
         if is_text:
             sink('"')
-        behind = [self._form.tag.key_open.strip(), close.strip(), *self._call_close[:1], *self._section_close]
+        behind = [self._form.tag.key_open.strip(), close.strip(), *self._call_close, *self._section_close]
         while literal := (yield from stream.until((close.strip(),), value.add)):
             if (yield from stream.comes_after_space(filter(None, behind))):
                 break

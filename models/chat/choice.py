@@ -24,7 +24,7 @@ class Choice:
     origin: str
     """config, entry, probe or refused."""
     reason: str = ""
-    """Why tools are refused."""
+    """Why the format has no calls."""
     history: HistoryForm = HistoryForm()
     switches: tuple[Switch, ...] = ()
     """The template's arguments that switch reasoning."""

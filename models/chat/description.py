@@ -7,6 +7,7 @@ checkpoint is executed, and none of its regular expressions is used.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from itertools import zip_longest
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -78,7 +79,7 @@ class CallFormat:
 
     body: Body
     section: Span = Span()
-    """Around all calls of an answer. If both openings are empty, calls begin at the answer's first character."""
+    """Around all calls of an answer. If both openings are empty, calls begin the answer, or a line of it."""
     call: Span = Span()
     """Around a call: before the name or the object, and after the arguments."""
     separator: str = ""
@@ -101,7 +102,7 @@ class CallFormat:
 
     @property
     def opening(self) -> str:
-        """The literal at which calls begin; empty if they begin at the answer's first character."""
+        """The literal at which calls begin; empty if they have none."""
         return self.section.open or self.call.open
 
 
@@ -148,7 +149,17 @@ class ChatFormat:
         return sorted({text.strip() for text in texts if text.strip()})
 
 
-HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>")
+HARMONY = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|eom|>",
+    "<|eot|>",
+)
 
 
 def read_description(value: Any, where: str) -> ChatFormat:
@@ -157,12 +168,14 @@ def read_description(value: Any, where: str) -> ChatFormat:
     Spans, keys and tags are lists. Raises UserError for an unknown field and for a wrong value, naming it by `where`.
     """
     form: ChatFormat = _read(ChatFormat, value, where)
+    if form.calls and form.calls.body is Body.tagged and not all(text.strip() for text in form.calls.tag[:3]):
+        raise UserError(f"{where}.calls.tag is not complete: give {', '.join(Tag._fields[:3])}")
     return form
 
 
 def _read(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}={shortened(repr(value))} is not a mapping: give {_names(kind)}")
+        raise UserError(f"{where}={_shown(value)} is not a mapping: give {_names(kind)}")
     hints = get_type_hints(kind)
     for name in value:
         if name not in hints:
@@ -183,18 +196,22 @@ def _field(hint: Any, value: Any, where: str) -> Any:
     if kind is CallFormat:
         return _read(CallFormat, value, where)
     if kind is Body:
-        if value not in list(Body):
-            raise UserError(f"{where}={shortened(repr(value))} is not allowed: give one of {', '.join(Body)}")
+        if not isinstance(value, str) or value not in list(Body):
+            raise UserError(f"{where}={_shown(value)} is not allowed: give one of {', '.join(Body)}")
         return Body(value)
     if kind in (int, bool):
         if type(value) is not kind or value != 1:
-            raise UserError(f"{where}={shortened(repr(value))} is not allowed: give {kind(1)}, or leave it out")
+            raise UserError(f"{where}={_shown(value)} is not allowed: give {kind(1)}, or leave it out")
         return value
     if hint is str:
         return _text(value, where)
     if hint == tuple[str, ...]:
         return tuple(_text(item, where) for item in _list(value, where))
-    texts = [None if item is None else _text(item, where) for item in _list(value, where)]
+    may_be_null = [NoneType in getattr(hint, "__args__", ()) for hint in get_type_hints(kind).values()]
+    texts = [
+        None if item is None and may else _text(item, where)
+        for item, may in zip_longest(_list(value, where), may_be_null[: len(value)], fillvalue=False)
+    ]
     if len(texts) > len(kind._fields):
         raise UserError(f"{where} has {len(texts)} texts: give {', '.join(kind._fields)}")
     return kind(*texts)
@@ -202,14 +219,19 @@ def _field(hint: Any, value: Any, where: str) -> Any:
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise UserError(f"{where}={shortened(repr(value))} is not a list")
+        raise UserError(f"{where}={_shown(value)} is not a list")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_LITERAL:
-        raise UserError(f"{where}={shortened(repr(value))} is not a text of at most {MAX_LITERAL} characters")
+        raise UserError(f"{where}={_shown(value)} is not a text of at most {MAX_LITERAL} characters")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error. Aliases may make a container endless, so its type is shown."""
+    return shortened(repr(value)) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def _names(kind: type) -> str:

@@ -26,8 +26,8 @@ def read_harmony(stream: TextStream, writer: PartWriter, calls: CallReader | Non
             if not end:
                 writer.content("".join(header))
         recipient = RECIPIENT.search("".join(header))
-        is_reasoning = recipient[1] == ITSELF if recipient else "analysis" in "".join(header)
-        if recipient and calls and (yield from _read_call(stream, calls, recipient[1])):
+        is_reasoning = "analysis" in "".join(header) or (recipient is not None and recipient[1] == ITSELF)
+        if recipient and calls and (yield from _read_call(stream, writer, calls, recipient[1])):
             sink = _drop
         else:
             sink = writer.reasoning if is_reasoning else writer.content
@@ -45,17 +45,20 @@ def _begins_header(stream: TextStream) -> Reading[bool]:
     return False
 
 
-def _read_call(stream: TextStream, calls: CallReader, name: str) -> Reading[bool]:
+def _read_call(stream: TextStream, writer: PartWriter, calls: CallReader, name: str) -> Reading[bool]:
     """Read a call. Return False if no tool has the name: the message is text then."""
     for opening in calls.openings:
         yield from stream.skip()
         if (yield from stream.take(opening)):
-            return (yield from calls.read(opening, _drop))
+            return (yield from calls.read(opening, writer.content))
     try:
         calls.start(name)
     except Malformed:
         return False
-    yield from calls.read_json_arguments()
+    try:
+        yield from calls.read_json_arguments(ENDS)
+    except Malformed:
+        calls.note_cut(True)
     return True
 
 

@@ -36,12 +36,14 @@ class AnswerReader:
         calls = form.calls if tools else None
         self._calls = CallReader(calls, tools, self._stream, self._writer) if tools and calls else None
         self._tokens = SpecialTokens(dropped, vocabulary)
+        self._markers = None if vocabulary is None else frozenset(vocabulary.markers.values())
+        """Texts of special tokens; None: every literal may be one."""
         self._reading: Reading[None] | None = self._read_answer()
         self._stream.add(begun)
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether the text ended, or went astray, within the arguments of a call."""
+        """Whether the arguments of a call are incomplete, or are no arguments."""
         return self._calls is not None and self._calls.has_cut_call
 
     def read(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
@@ -79,7 +81,7 @@ class AnswerReader:
         if reasoning and not reasoning.open:
             yield from self._read_reasoning()
         openings = self._openings()
-        is_beginning = True
+        is_beginning, is_answer_open = True, False
         while True:
             if self._calls and is_beginning:
                 is_beginning = False
@@ -89,15 +91,24 @@ class AnswerReader:
             opening = yield from self._stream.until(openings, self._writer.content)
             if not opening:
                 return
-            if reasoning and opening == reasoning.open.strip():
+            is_call = self._calls is not None and opening in self._calls.openings
+            is_close = answer is not None and is_answer_open and opening == answer.close.strip()
+            if not (is_call or is_close or self._counts(opening)):
+                self._writer.content(opening)
+            elif reasoning and opening == reasoning.open.strip():
                 self._writer.begin_part()
                 yield from self._read_reasoning()
                 is_beginning = True
             elif answer and opening in (answer.open, answer.close, *(text.strip() for text in answer)):
                 self._writer.begin_part()
-                is_beginning = True
+                is_beginning, is_answer_open = True, opening == answer.open.strip()
             elif self._calls and (yield from self._calls.read(opening, self._writer.content)):
                 self._writer.begin_part()
+
+    def _counts(self, literal: str) -> bool:
+        """Return whether a literal is a marker: a special token, or text at a line's beginning, not text about it."""
+        is_special = self._markers is None or any(marker in literal for marker in self._markers)
+        return is_special or self._writer.at_line_start
 
     def _openings(self) -> tuple[str, ...]:
         spans = [span for span in (self._form.reasoning, self._form.answer) if span]
@@ -117,7 +128,7 @@ class AnswerReader:
             if literal == close:
                 break
             assert self._calls
-            if not self._writer.at_line_start:
+            if not (self._writer.at_line_start if self._markers is None else self._counts(literal)):
                 self._writer.reasoning(literal)
             elif (yield from self._calls.read(literal, self._writer.reasoning)):
                 break

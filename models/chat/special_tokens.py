@@ -61,22 +61,22 @@ class SpecialTokens:
         position = 0
         for match in self._texts.pattern.finditer(text):
             parts.append(text[position : match.start()])
-            self._num_text_bytes += len(parts[-1].encode())
+            self._num_text_bytes += len(parts[-1].encode("utf-8", "surrogatepass"))
             if match[0] in self._markers:
                 parts.append(self._marker(match[0]))
             position = match.end()
-        self._num_text_bytes += len(text[position:].encode())
+        self._num_text_bytes += len(text[position:].encode("utf-8", "surrogatepass"))
         return "".join([*parts, text[position:]])
 
     def _marker(self, text: str) -> str:
         """Return the text of a marker: changed, unless it is the next special token with this text."""
         places = self._places.get(text, [])
         if self._num_token_bytes and not (places and places[0] <= self._num_text_bytes + TOLERANCE):
-            self._num_text_bytes += len(text.encode())
+            self._num_text_bytes += len(text.encode("utf-8", "surrogatepass"))
             return text[:1] + QUOTE + text[1:]
         if places:
             self._num_text_bytes = places.pop(0)
-        self._num_text_bytes += len(text.encode())
+        self._num_text_bytes += len(text.encode("utf-8", "surrogatepass"))
         return text
 
 

@@ -109,6 +109,11 @@ class TextStream:
             if not self.is_complete:
                 stop -= 0 if match else wanted.held(self.text, self.position)
             may_grow = match is not None and not self.is_complete and self.text[stop:] in wanted.prefixes
+            if limit is not None and passed + stop - self.position > limit:
+                stop = self.position + limit - passed
+                sink(self.text[self.position : stop])
+                self.position = stop
+                return ""
             passed += stop - self.position
             if stop > self.position:
                 sink(self.text[self.position : stop])
@@ -116,7 +121,7 @@ class TextStream:
             if match and not may_grow:
                 self.position += len(match[0])
                 return match[0]
-            if self.is_complete or (limit is not None and passed > limit):
+            if self.is_complete:
                 return ""
             yield
 

@@ -12,7 +12,7 @@ MAX_PYTHON = 1 << 20
 """Most characters of a Python call."""
 
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
-OUTSIDE_STRING = re.compile(r'[^"{}\[\]]+')
+OUTSIDE_STRING = re.compile(r'[^"{}\[\]<]+')
 SCALAR = re.compile(r"[^\s,}\]<;]+")
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -21,13 +21,17 @@ class Malformed(Exception):
     """Text that is not a call."""
 
 
-def read_json_string(stream: TextStream, sink: Sink) -> Reading[bool]:
+def read_json_string(stream: TextStream, sink: Sink, limit: int | None = None) -> Reading[bool]:
     """Pass the rest of a JSON string, behind its opening quote, to `sink`. Return whether it is closed.
 
-    Control characters, which JSON forbids, become escapes.
+    Control characters, which JSON forbids, become escapes. A string of more than `limit` characters is not closed.
     """
+    size = 0
     while char := (yield from stream.peek()):
         if match := IN_STRING.match(stream.text, stream.position):
+            size += len(match[0])
+            if limit is not None and size > limit:
+                return False
             sink(match[0])
             stream.position = match.end()
         elif char == "\\":
@@ -46,8 +50,11 @@ def read_json_string(stream: TextStream, sink: Sink) -> Reading[bool]:
 
 
 def read_json_value(stream: TextStream, sink: Sink) -> Reading[bool]:
-    """Pass a JSON value to `sink`, as it is written. Return whether it is complete."""
-    depth = 0
+    """Pass a JSON value to `sink`, as it is written. Return whether it is complete: it ends at `<` outside a string.
+
+    Raises Malformed for a bracket that closes none of its kind.
+    """
+    closers: list[str] = []
     while char := (yield from stream.peek()):
         if char == '"':
             stream.position += 1
@@ -55,20 +62,21 @@ def read_json_value(stream: TextStream, sink: Sink) -> Reading[bool]:
             if not (yield from read_json_string(stream, sink)):
                 return False
         elif char in "{}[]":
-            depth += 1 if char in "{[" else -1
-            if depth < 0:
+            if char in "{[":
+                closers.append("}" if char == "{" else "]")
+            elif not closers or closers.pop() != char:
                 raise Malformed
             stream.position += 1
             sink(char)
-        elif depth:
-            match = OUTSIDE_STRING.match(stream.text, stream.position)
-            assert match
+        elif closers:
+            if not (match := OUTSIDE_STRING.match(stream.text, stream.position)):
+                return False
             sink(match[0])
             stream.position = match.end()
             continue
         else:
             return (yield from _read_scalar(stream, sink))
-        if depth == 0:
+        if not closers:
             return True
     return False
 

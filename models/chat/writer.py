@@ -34,7 +34,7 @@ def _body(form: CallFormat, call: Call, index: int) -> str:
         case Body.object:
             return _object(form, call, index)
         case Body.json:
-            name = form.id_form.format(name=call.name, index=index) if form.id_form else call.name
+            name = _id(form, call, index) if form.id_form else call.name
             return f"{name}{form.id_open}{call.id or '' if form.id_open else ''}{form.name_close}{arguments}"
         case Body.gemma:
             return call.name + _gemma(call.arguments, form.quote)
@@ -56,13 +56,17 @@ def _body(form: CallFormat, call: Call, index: int) -> str:
             return _tagged_call(form, call)
 
 
+def _id(form: CallFormat, call: Call, index: int) -> str:
+    return form.id_form.replace("{name}", call.name).replace("{index}", str(index))
+
+
 def _object(form: CallFormat, call: Call, index: int) -> str:
     keys = form.keys
     if keys.name is None:
         return _json({call.name: call.arguments})
     fields: dict[str, Any] = {}
     if keys.id and form.id_form:
-        fields[keys.id] = form.id_form.format(name=call.name, index=index)
+        fields[keys.id] = _id(form, call, index)
     fields |= {keys.name: call.name, keys.arguments: call.arguments}
     if keys.id and call.id and not form.id_form:
         fields[keys.id] = call.id

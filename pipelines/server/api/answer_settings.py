@@ -4,10 +4,11 @@ from typing import Any
 
 from models.chat.description import ChatFormat
 from models.tokenizers.base import Tokenizer, Tool
+from pipelines.server.api.call_rules import Literals
 from pipelines.server.api.chat_format import ServedFormat
 from pipelines.server.api.requests import ChatRequest, NamedTool
 from pipelines.server.api.settings import guide_of, thinking_setting
-from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
+from pipelines.server.api.tool_guides import after_reasoning, tool_guide
 
 
 def answer_settings(
@@ -28,7 +29,7 @@ def answer_settings(
     if any(special in literal for special in tokenizer.special_texts for literal in form.literals):
         settings["skip_special_tokens"] = False
     stops = [id for text in form.stops if (id := tokenizer.special_token_id(text)) is not None]
-    if stops and tools:
+    if stops:
         settings["stop_token_ids"] = sorted({*stops, *(request.stop_token_ids or [])})
     choice, guide = request.tool_choice, guide_of(request)
     is_required = choice == "required" or isinstance(choice, NamedTool)

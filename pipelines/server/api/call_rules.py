@@ -127,7 +127,7 @@ def searched(pattern: str) -> str:
 def _is_group(text: str) -> bool:
     """Whether brackets enclose all alternatives of a pattern."""
     depth = 0
-    for match in re.finditer(r"\\.|\[(\\.|[^\]])*\]|[()|]", text):
+    for match in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", text):
         depth += (match[0] == "(") - (match[0] == ")")
         if match[0] == "|" and depth == 0:
             return False

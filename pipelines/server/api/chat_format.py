@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, shortened
 from models.chat.choice import Choice, choose, history_of
 from models.chat.description import ChatFormat
 from models.chat.entries import entries, matching_entries, read_format_file
@@ -106,7 +106,11 @@ def _fitted(served: ServedFormat, tokenizer: Tokenizer, template: str) -> Served
     history, warning = history_of(render, served.form)
     if warning:
         log.warning("serve.response_template=%s: %s", served.name, warning)
-    switches = find_switches(Renderings(render), _variables(tokenizer, template))
+    try:
+        switches = find_switches(Renderings(render), _variables(tokenizer, template))
+    except UserError as error:
+        log.warning("the chat template's arguments for reasoning are not found: %s", shortened(str(error)))
+        switches = ()
     return replace(served, history=history, switches=switches)
 
 

@@ -1,4 +1,4 @@
-"""Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
+"""Converts messages and tools of requests to token ids. Without torch."""
 
 import asyncio
 import os

@@ -18,14 +18,20 @@ class CallIds:
         """`seed`: source of ids that the format does not define. `first_index`: number of calls in the conversation."""
         id_form = form.calls.id_form if form.calls else ""
         self._id_form = id_form if "{name}" in id_form else ""
-        self._seed, self._first_index = seed, first_index
+        self._seed, self._next_index = seed, first_index
+        self._used = set[str]()
 
     def id(self, call: CallStart, index: int) -> str:
         """Return the id of the answer's call number `index`: the model's own, or one in the format's form."""
+        if self._id_form:
+            id = call.id or ""
+            while not id or id in self._used:
+                id = self._id_form.replace("{name}", call.name).replace("{index}", str(self._next_index))
+                self._next_index += 1
+            self._used.add(id)
+            return id
         if call.id is not None:
             return call.id
-        if self._id_form:
-            return self._id_form.format(name=call.name, index=self._first_index + index)
         return hashlib.sha256(f"{self._seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
 
 

@@ -1,5 +1,6 @@
 """Answers of Anthropic's /v1/messages, from the chunks of chat answers."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,18 +29,19 @@ class MessageWriter:
         self._ending: dict[str, Any] = {}
 
     def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
-        chat = self._chat.body(choices)
-        (choice,) = chat["choices"]
-        message = choice["message"]
-        content: list[dict[str, Any]] = []
-        if thought := message.get("reasoning_content"):
-            content.append(BLOCKS["reasoning_content"] | {"thinking": thought})
-        if text := message["content"]:
-            content.append(BLOCKS["content"] | {"text": text})
-        content += [
-            _tool_use(call) | {"input": _input(call["function"]["arguments"])} for call in message.get("tool_calls", [])
-        ]
-        return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
+        """Return the answer with the blocks of a stream."""
+        blocks: list[dict[str, Any]] = []
+        texts: dict[int, str] = {}
+        for event in self.read(0, ChoiceText(), choices[0]):
+            if event.name == "content_block_start":
+                blocks.append(dict(event.data["content_block"]))
+            elif event.name == "content_block_delta":
+                index, (_, text) = event.data["index"], event.data["delta"].values()
+                texts[index] = texts.get(index, "") + text
+        for index, block in enumerate(blocks):
+            name = {"text": "text", "thinking": "thinking"}.get(block["type"], "input")
+            block[name] = _input(texts.get(index, "")) if name == "input" else texts.get(index, "")
+        return self._message(blocks) | self._ending | {"usage": _usage(self._chat.usage())}
 
     def begin(self) -> list[Event]:
         usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
@@ -110,7 +112,11 @@ def _input(arguments: str) -> dict[str, Any]:
     try:
         value = from_json(arguments or "{}", allow_partial=True)
     except ValueError:
-        return {}
+        try:
+            value = json.loads(arguments)  # half a surrogate pair, which becomes a question mark
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            return {}
     return value if isinstance(value, dict) else {}
 
 

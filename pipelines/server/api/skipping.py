@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Literal
 
 from pydantic import BaseModel
 
@@ -23,7 +22,6 @@ class NotUsed:
 class Skippable:
     """A class of objects that are left out of the request."""
 
-    is_skipped: ClassVar[Literal[True]] = True
     type: str
     """The value that names the object in the warning. The class lists the allowed values."""
 

@@ -1,7 +1,8 @@
 """Places of system messages that a chat template does not take.
 
-Agents send several system messages, also in the middle of a conversation. Of 127 real templates 20 reject a second one at
-the beginning and 13 omit one; 38 reject a later one and 13 omit one.
+Agents send several system messages, also in the middle of a conversation. Of 127 real templates
+20 reject a second system message at the beginning, and 13 omit it. 38 reject a system message in the middle, and 13 omit
+it.
 """
 
 from collections.abc import Callable

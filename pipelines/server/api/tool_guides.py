@@ -13,8 +13,6 @@ from pipelines.server.api.call_rules import ANY_TEXT, BLANKS, Literals, Rules, e
 from pipelines.server.api.errors import ApiError, bad_request
 from pipelines.server.api.tool_schemas import Parameters
 
-__all__ = ["Literals", "after_reasoning", "tool_guide"]
-
 MAX_COUNTED = 8
 """Most calls of an answer whose form counts them: every call then has rules with its number."""
 MAX_CALLS = 64

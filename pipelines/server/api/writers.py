@@ -70,7 +70,7 @@ class ChatWriter:
             more["prompt_logprobs"] = _prompt_logprobs(generation, 0, self._request.prompt_logprobs)
         if self._request.return_token_ids:
             more["prompt_token_ids"] = generation.prompts[0]
-        return generation.info.body(bodies, usage=self._usage(), **more)
+        return generation.info.body(bodies, usage=self.usage(), **more)
 
     def begin(self) -> list[Event]:
         """Return a chunk with the role for each choice of which the client has received nothing."""
@@ -93,7 +93,7 @@ class ChatWriter:
 
     def usage_chunk(self) -> list[Event]:
         """Return the chunk with the usage, if the request asks for it."""
-        return [Event(self.generation.info.body([], usage=self._usage()))] if self.generation.wants_usage else []
+        return [Event(self.generation.info.body([], usage=self.usage()))] if self.generation.wants_usage else []
 
     def end(self) -> list[Event]:
         return [*self.usage_chunk(), DONE]
@@ -101,7 +101,8 @@ class ChatWriter:
     def failed(self, error: ApiError) -> Event:
         return Event(error.body())
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts."""
         reasoning = [ids for ids, has in zip(self._token_ids, self._has_reasoning, strict=True) if has]
         counts = [num_reasoning_tokens(self.generation.texts, ids, self._make_reader()) for ids in reasoning]
         return self.generation.usage(sum(counts))
@@ -136,7 +137,7 @@ class ChatWriter:
         self._token_ids[index] += choice.token_ids
         pieces = reader.read(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
-            pieces = pieces + reader.end(choice.finish_reason == "length")
+            pieces = pieces + reader.end(_is_cut(choice))
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
         self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
         return pieces
@@ -219,6 +220,11 @@ class CompletionWriter:
             return ""
         prompt = self._request.prompts[index // self.generation.num_samples]
         return prompt if isinstance(prompt, str) else self.generation.texts.joined(prompt)
+
+
+def _is_cut(choice: ChoiceText) -> bool:
+    """Return whether something other than the model's EOS ended an answer: its length, a stop text or a ban."""
+    return choice.finish_reason in ("length", "no_token") or isinstance(choice.stop_reason, str)
 
 
 def _ending(choice: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:

@@ -256,6 +256,69 @@ def test_messages_with_headers_are_read_without_tools() -> None:
     assert answer("gpt_oss", text, tools=None) == [Reasoning("hm"), Content("Fine")]
 
 
+F = '<tool_call>\n{"name": "exec", "arguments": {"a": "1"}'
+EXEC = ("exec", {"a": "1"}, None)
+FAULTY: list[tuple[str, str, list[Any]]] = [  # calls that a model writes with a fault
+    (
+        "hermes",
+        f"{hermes('exec', JSON)}\n{hermes('unknown', '{}')}",
+        [("exec", ARGUMENTS, None), Content(hermes("unknown", "{}"))],
+    ),
+    ("hermes", F + "\n</tool_call>\nDone.", [EXEC, Content("Done.")]),
+    ("hermes", F + ', "reason": "x"}\n</tool_call>\nDone.', [EXEC, Content("Done.")]),
+    ("hermes", F + "}}\n</tool_call>\nDone.", [EXEC, Content("Done.")]),
+    ("hermes", F[:-1] + "\n</tool_call>\nDone.", [EXEC, Content("Done.")]),
+    ("kimi", KIMI.format("functions.clock:0").replace("{}", ""), [("clock", {}, "functions.clock:0")]),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [CLOCK],
+    ),
+    (
+        "qwen3_coder",
+        x("exec", ("a", "x")).replace("</function>\n", "") + "\nDone.",
+        [("exec", {"a": "x"}, None), Content("Done.")],
+    ),
+    ("gpt_oss", "<|channel|>commentary to=functions.clock <|message|><|call|>", [CLOCK]),
+    ("gpt_oss", "<|channel|>commentary to=functions.clock <|message|>]<|call|>", [("clock", "", None)]),
+    (
+        "gpt_oss",
+        "<|channel|>analysis to=python code<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2",
+        [Reasoning("1+1"), Content("2")],
+    ),
+    (
+        "qwen3_coder",
+        x("exec", ("k" * 400, "v")),
+        [("exec", "", None), Content("k" * 100 + ">\nv\n</parameter>\n</function>\n</tool_call>")],
+    ),
+]
+
+
+@each("form, text, expected", FAULTY)
+def test_calls_with_a_fault(form: str, text: str, expected: list[Any]) -> None:
+    assert answer(form, text) == expected
+    reader = AnswerReader(entries()[form].form, TOOLS)
+    reader.read(text)
+    reader.end()
+    assert reader.has_cut_call is ("" in [part[1] for part in expected if isinstance(part, tuple)])
+
+
+def test_markers_count_as_tokens_and_else_at_a_line() -> None:
+    """Text about a marker is text. A special token counts anywhere, also within reasoning."""
+
+    def parts(form: str, pieces: list[tuple[str, int]], markers: dict[int, str]) -> list[Any]:
+        reader = AnswerReader(entries()[form].form, TOOLS, vocabulary=Vocabulary(markers, lambda id: sizes[id]))
+        sizes = {id: len(text.encode()) for text, id in pieces}
+        return message([part for text, id in pieces for part in reader.read(text, [id])] + reader.end())
+
+    assert parts("hermes", [("The `<think>` tag and <think>", 1)], {}) == [Content("The `<think>` tag and <think>")]
+    assert parts("hermes", [("<think>hm</think>Fine", 1)], {}) == [Reasoning("hm"), Content("Fine")]
+    call = [("[THINK]", 1), ("hm", 2), ("[TOOL_CALLS]", 3), ("clock", 4), ("[ARGS]", 5), ("{}", 6)]
+    assert parts("mistral_v13", call, {1: "[THINK]", 3: "[TOOL_CALLS]", 5: "[ARGS]"}) == [Reasoning("hm"), CLOCK]
+    assert parts("glm47", [("<tool_call>cloc", 1)], {}) == [Content("<tool_call>cloc")]
+    assert answer("glm47", "<tool_call>clock", is_cut=True) == [Content("<tool_call>clock")]  # or clock_of
+
+
 def test_arguments_arrive_before_their_call_is_complete() -> None:
     """vllm#30439: a long string arrives in pieces, in every body that can stream it."""
     for form, opening in (
@@ -418,7 +481,7 @@ def test_descriptions_of_users_are_read_or_refused_by_name(tmp_path: Path) -> No
         CLOCK,
     ]
     for value, error in (
-        ([], "own=[] is not a mapping: give reasoning, limit_text, answer, calls, stops"),
+        ([], "own=list is not a mapping: give reasoning, limit_text, answer, calls, stops"),
         ({"cals": {}}, "own.cals is not a field: there are reasoning, limit_text, answer, calls, stops"),
         ({"calls": {"body": "xml"}}, "own.calls.body='xml' is not allowed: give one of object, json, tagged"),
         ({"calls": {"body": "json", "max_calls": 2}}, "own.calls.max_calls=2 is not allowed: give 1, or leave it out"),

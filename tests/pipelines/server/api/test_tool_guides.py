@@ -15,9 +15,9 @@ from models.chat.parts import CallArguments, CallStart, Content
 from models.chat.reader import AnswerReader
 from models.chat.writer import Call, write_calls
 from models.tokenizers.base import Tool
-from pipelines.server.api.call_rules import regex
+from pipelines.server.api.call_rules import Literals, regex
 from pipelines.server.api.errors import ApiError
-from pipelines.server.api.tool_guides import Literals, after_reasoning, tool_guide
+from pipelines.server.api.tool_guides import after_reasoning, tool_guide
 from tests.helpers.cases import each
 from tests.helpers.grammars import Grammar, Vocabulary
 
@@ -346,6 +346,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "long": {"properties": {"a": {"type": "string", "maxLength": 10**12}}},
     "endless": {"properties": {"a": {"type": "array", "maxItems": 10**9, "minItems": 10**8}}},
     "pattern": {"properties": {"a": {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}}},
+    "unclosed": {"properties": {"a": {"type": "string", "pattern": "^([" + "\\a" * 40 + "|"}}},
     "slash": {"properties": {"a": {"type": "string", "pattern": "\\/\n start: /x/"}}},
     "options": {"properties": {"a": {"type": "string", "x-guidance": {"lenient": True}}}},
     "network": {
