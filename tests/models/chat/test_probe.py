@@ -75,7 +75,7 @@ HISTORY = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, *R
 
 def test_every_style_is_found_with_and_without_the_written_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {  # entry, most calls of a message, ids, literals around all calls and around a call
-        "chatml": ("hermes", None, Ids.sent, Span(), Span("<tool_call>\n", "\n</tool_call>")),
+        "chatml": ("qwen3", None, Ids.sent, Span(), Span("<tool_call>\n", "\n</tool_call>")),
         "llama3": ("llama3", 1, Ids.sent, Span(), Span()),
         "mistral": ("mistral", None, Ids.sent, Span("[TOOL_CALLS] [", "]"), Span()),
         "deepseek": (

@@ -253,7 +253,7 @@ def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
 def test_a_budget_of_reasoning(tmp_path: Path) -> None:
     """With Qwen's closing text, which counts as reasoning. `num_reasoning_tokens` reads the text as a client does."""
     template = tmp_path / "own.jinja"
-    template.write_text("{{ messages[0].content }}<think>\n")
+    template.write_text("{# <tool_call> <|im_start|> enable_thinking #}{{ messages[0].content }}<think>\n")
     message = (
         "Considering the limited time by the user, I have to give the solution based on the thinking directly now."
     )
