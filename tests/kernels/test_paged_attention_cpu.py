@@ -219,6 +219,7 @@ def test_heads_that_share_a_key_are_the_same_to_the_bit_on_any_number_of_threads
 
 
 def attend_before_the_end_of_a_page() -> None:
+    torch.set_num_threads(1)  # the threads of the forked process do not exist here, and torch would wait for them
     caches, pages = [], []
     for _ in range(2):
         pages.append(mmap.mmap(-1, 2 * mmap.PAGESIZE))
