@@ -24,7 +24,7 @@ from tests.helpers.grammars import Grammar, Vocabulary
 FORMS = {
     name: entry.form
     for name, entry in entries().items()
-    if entry.form.calls and entry.form.calls.body is not Body.chatglm3
+    if entry.form.calls and entry.form.calls.body not in (Body.chatglm3, Body.elements)
 }
 QUICK = [
     "gpt_oss",
