@@ -16,7 +16,7 @@ FORMATS_FILE = Path(__file__).with_name("formats.yaml")
 
 @dataclass(frozen=True)
 class Signs:
-    """What shows that a model uses a format."""
+    """Texts and tokens that identify a format."""
 
     template: tuple[str, ...] = ()
     """Texts that the template has."""

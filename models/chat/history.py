@@ -22,7 +22,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class NoContent(StrEnum):
-    """What stands for the content of a message that has only calls."""
+    """The content of a message that has only calls."""
 
     empty = "empty"
     null = "null"

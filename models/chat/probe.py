@@ -35,7 +35,7 @@ CALLS = [call(FIRST, ARGUMENTS, 0), call(SECOND, ARGUMENTS, 1)]
 
 @dataclass(frozen=True)
 class Turn:
-    """What a template writes around an answer, behind the user's text."""
+    """The texts that a template writes before and after an answer."""
 
     header: str
     ending: str

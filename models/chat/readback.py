@@ -91,7 +91,7 @@ def same(read: Read, tail: str, message: Message) -> bool:
 
 
 def _ids_match(read: Read, tail: str, message: Message, form: ChatFormat) -> bool:
-    """Return whether the ids are those of the message, if the template writes them and the format reads them."""
+    """Return whether the ids equal the message's, if the format has ids. Otherwise an id must be in the text."""
     ids = tuple(item["id"] for item in message["tool_calls"])
     calls = form.calls
     has_ids = calls and (calls.id_open or calls.keys.id) and not calls.id_form and all(id in tail for id in ids)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from models.chat.stream import literal_set
 
 QUOTE = "\ufdd0"
-"""Stands within text that spells a special token, so that it is no literal. Unicode assigns no character to it."""
+"""Inserted into text that spells a special token, so that the reader does not take it for one. Unicode reserves it."""
 TOLERANCE = 4
 """Bytes by which a token's text may come earlier than its place, because decoders drop spaces."""
 
 
 class Vocabulary(NamedTuple):
-    """What is known of single tokens."""
+    """Special tokens of a chat format, and the sizes of all tokens."""
 
     markers: Mapping[int, str]
     """Texts of the special tokens of a chat format, by id."""

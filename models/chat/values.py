@@ -143,7 +143,7 @@ def json_of_literal(text: str) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def literal_value(node: ast.AST, depth: int = 0) -> Any:

@@ -194,7 +194,7 @@ class Tokenizer(ABC):
         )
 
     def template_variables(self, template: str) -> frozenset[str]:
-        """Return the variables of a template that arguments can set. Raises UserError for a template that is no Jinja."""
+        """Return the variables of a template that arguments can set. Raises UserError for invalid Jinja."""
         return self._templates.names(template) - {*GIVEN_BY_US, *self.special_tokens}
 
     def _template_for(self, template: str | None, has_tools: bool) -> str | None:

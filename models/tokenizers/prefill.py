@@ -1,6 +1,6 @@
 """Conversations that end inside their last message, so that the answer continues its text.
 
-The text is that of transformers' apply_chat_template with continue_final_message=True.
+The text equals transformers' apply_chat_template with continue_final_message=True.
 """
 
 from typing import Any

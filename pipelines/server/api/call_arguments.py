@@ -104,7 +104,7 @@ class ArgumentRules:
                 return 0 < len(name) <= 200 and name == name.strip() and not any(end in name for end in ends)
 
     def _free_key(self, members: Members) -> str:
-        """Return the expression of names other than those of the properties."""
+        """Return the expression of all names that are not properties."""
         names = [*members.properties, *(keyword.kwlist if self._body is Body.python else ())]
         others = "|".join(re.escape(name) for name in names if re.fullmatch(FREE_KEYS[self._body], name))
         expression = f"/{FREE_KEYS[self._body]}/" + (f" & ~/({others})/" if others else "")

@@ -53,7 +53,7 @@ class ServedFormat(Choice):
 def served_format(tokenizer: Tokenizer | None, template: str | None, setting: str) -> ServedFormat:
     """Return the format of a model. `template`: as in Tokenizer.encode_messages. `setting`: serve.response_template.
 
-    Raises UserError for an unknown name, and for a file that is no description.
+    Raises UserError for an unknown name, and for a file without a valid description.
     """
     served = _served_format(tokenizer, template, setting)
     if tokenizer is None:
@@ -87,7 +87,7 @@ def _served_format(tokenizer: Tokenizer | None, template: str | None, setting: s
             else configured_format(setting)
         )
     if tokenizer is None:
-        return ServedFormat("none", ChatFormat(), "refused", "there is no tokenizer")
+        return ServedFormat("none", ChatFormat(), "refused", "the model has no tokenizer")
     if tokenizer.coded_chat_format and template is None:
         return _entry(tokenizer.coded_chat_format)
     if not source:

@@ -286,7 +286,7 @@ class CountTokensRequest(Body):
         if isinstance(last := self.messages[-1], AssistantTurn):
             (message,) = last.messages()
             if not message.get("content") or "tool_calls" in message:
-                problem = "the last message is the assistant's and is no text that an answer can continue"
+                problem = "the last message is the assistant's and has calls or no text, so no answer can continue it"
                 raise bad_request(f"{problem}: end with the user's message", "messages")
         return self
 

@@ -369,7 +369,9 @@ class ChatRequest(Sampling):
             raise bad_request(message, "continue_final_message")
         last = self.messages[-1]
         if self.continue_final_message and (last.content is None or getattr(last, "tool_calls", None)):
-            message = "the last message is no text that an answer can continue: leave out continue_final_message"
+            message = (
+                "the last message has calls or no text, so no answer can continue it: leave out continue_final_message"
+            )
             raise bad_request(message, "messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
