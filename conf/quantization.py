@@ -55,6 +55,11 @@ class Activations(Enum):
         return Activations.none if self is Activations.auto else self
 
 
+class BlockActivations(Enum):
+    int8 = "int8"  # a scale per 32 inputs, as llama.cpp's Q8_0
+    none = "none"  # floats
+
+
 class KVCacheFormat(Enum):
     none = "none"  # as model.dtype
     int8 = "int8"
@@ -174,6 +179,8 @@ class QuantConfig:
     per_tensor: bool = option(False, only_with={"scheme": one_of(QuantScheme.fp8)})
     """One scale per weight instead of one per output channel (fp8)."""
     activations: Activations = option(Activations.none, choices_by=("scheme", ACTIVATIONS))
+    block_activations: BlockActivations = BlockActivations.int8
+    """Activations of weights in llama.cpp's blocks (a GGUF file, or a block scheme), which `activations` leaves alone."""
     smooth: SmoothConfig = option(factory=SmoothConfig, only_with=_SMOOTHED)
     shift: bool = option(False, only_with=_SMOOTHED)
     """Centre the range of each activation channel at 0 first (Outlier Suppression+, arXiv 2304.09145)."""

@@ -77,6 +77,10 @@ inline Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.low, b.low), _m
 template <int BITS> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.low, BITS), _mm256_slli_epi32(a.high, BITS)}; }
 template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(a.low, BITS), _mm256_srai_epi32(a.high, BITS)}; }
 inline Ints lookup(Ints bytes, Ints indices) { return {_mm256_shuffle_epi8(bytes.low, indices.low), _mm256_shuffle_epi8(bytes.high, indices.high)}; }
+inline Ints splat_bytes(const uint8_t (&bytes)[16]) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(bytes)));
+  return {both, both};
+}
 inline Ints interleave_low(Ints a, Ints b) { return {_mm256_unpacklo_epi8(a.low, b.low), _mm256_unpacklo_epi8(a.high, b.high)}; }
 inline Ints interleave_high(Ints a, Ints b) { return {_mm256_unpackhi_epi8(a.low, b.low), _mm256_unpackhi_epi8(a.high, b.high)}; }
 inline int32_t largest(Ints x) {
@@ -155,6 +159,17 @@ inline __m256i dot_shorts(__m256i sum, __m256i a, __m256i b) { return _mm256_add
 inline Ints dot_bytes(Ints sum, const Shorts &bytes, const Shorts &x) {  // modulo 2^32
   return {dot_shorts(dot_shorts(sum.low, bytes.even.low, x.even.low), bytes.odd.low, x.odd.low),
           dot_shorts(dot_shorts(sum.high, bytes.even.high, x.even.high), bytes.odd.high, x.odd.high)};
+}
+
+// A run of dot products of int8 with codes of at most six bits: begin_run, dot_codes for at most
+// steps_of_run(bits) steps, end_run. A run adds in 16 bits, which hold two products a step without saturation.
+constexpr int steps_of_run(int bits) { return 32767 / (2 * 128 * ((1 << bits) - 1)); }
+inline Ints begin_run(Ints) { return splat(0); }
+inline __m256i dot_codes(__m256i run, __m256i codes, __m256i x) { return _mm256_add_epi16(run, _mm256_maddubs_epi16(codes, x)); }
+inline Ints dot_codes(Ints run, Ints codes, Ints x) { return {dot_codes(run.low, codes.low, x.low), dot_codes(run.high, codes.high, x.high)}; }
+inline Ints end_run(Ints sum, Ints run) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {dot_shorts(sum.low, run.low, ones), dot_shorts(sum.high, run.high, ones)};
 }
 
 // In each lane: sum plus the dot product of two pairs of bfloat16.

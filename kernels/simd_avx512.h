@@ -41,6 +41,7 @@ template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a
 // Byte operations within each quarter (16 bytes) of a register. lookup selects the byte whose index is in the lower
 // four bits of `indices`; interleave returns a, b, a, b, ...
 inline Ints lookup(Ints bytes, Ints indices) { return _mm512_shuffle_epi8(bytes, indices); }
+inline Ints splat_bytes(const uint8_t (&bytes)[16]) { return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(bytes))); }
 inline Ints interleave_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 inline Ints interleave_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
 inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
@@ -71,6 +72,13 @@ inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(
 inline Ints splat_step(const int32_t *words) { return splat(*words); }
 inline Ints factors_of(Ints bytes) { return bytes; }
 inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }  // modulo 2^32
+
+// A run of dot products of int8 with codes of at most six bits: begin_run, dot_codes for at most steps_of_run(bits)
+// steps, end_run.
+constexpr int steps_of_run(int) { return 1 << 20; }
+inline Ints begin_run(Ints sum) { return sum; }
+inline Ints dot_codes(Ints run, Ints codes, Ints x) { return _mm512_dpbusd_epi32(run, codes, x); }
+inline Ints end_run(Ints, Ints run) { return run; }
 
 // In each lane: sum plus the dot product of two pairs of bfloat16. The instruction treats denormals as zero.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }

@@ -12,7 +12,11 @@ from kernels.linear.block_weight import KINDS
 class CodeKind(Enum):
     INT = "int"
     FP8 = "fp8"  # e4m3
-    Q4_1 = "q4_1"  # this and the following members: ggml's block types
+    Q4_0 = "q4_0"  # this and the following members: ggml's block types
+    Q8_0 = "q8_0"
+    IQ4_NL = "iq4_nl"
+    IQ4_XS = "iq4_xs"
+    Q4_1 = "q4_1"
     Q5_0 = "q5_0"
     Q5_1 = "q5_1"
     Q3_K = "q3_k"

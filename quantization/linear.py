@@ -25,6 +25,7 @@ from kernels.linear import (
     pack_codes,
     pack_float8,
 )
+from kernels.linear.block_weight import UNIT
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, quantize_rows
 from kernels.take_channels import take_channels
 from models.layers.linear_method import LinearMethod, Weight, take
@@ -207,7 +208,7 @@ class Float8Method(CodedMethod):
 
 
 class BlockMethod(CodedMethod):
-    """ggml's blocks, on a CPU. Activations are floats."""
+    """ggml's blocks, on a CPU. Activations are floats, or 8-bit integers with a scale per 32 inputs."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
         if not weight.codes.is_cpu:
@@ -219,7 +220,8 @@ class BlockMethod(CodedMethod):
         return BlockWeight(tensors.pop("packed"), *self._shape, self.scheme.weights.kind.name)
 
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
-        return None
+        is_float = self.scheme.activations is Activations.none
+        return None if is_float else ActivationFormat(torch.int8, UNIT)
 
 
 def quantized_if_many(x: Tensor, num_weights: int) -> Tensor | QuantizedActivations:

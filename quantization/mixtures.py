@@ -11,11 +11,7 @@ from models.formats.gguf.file_types import tensor_types
 from models.formats.gguf.names import LAYOUTS
 from models.linear_layers import linear_specs
 
-OVERRIDES = {
-    "Q4_0": "int4/32",
-    "Q8_0": "int8/32",
-    "F16": "none",
-}  # by ggml type; other types have their own names in lower case
+OVERRIDES = {"Q4_0": "int4/32", "F16": "none"}  # by ggml type; other types have their own names in lower case
 
 
 def resolve_mixture(config: QuantConfig, model: CausalLM, model_type: str) -> QuantConfig:

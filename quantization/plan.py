@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import MIXTURES, Activations, QuantConfig, QuantScheme, SparsityPattern
+from conf.quantization import MIXTURES, Activations, BlockActivations, QuantConfig, QuantScheme, SparsityPattern
 from kernels.linear.block_weight import KINDS
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod
@@ -20,7 +20,7 @@ from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
 from quantization.layouts.gguf import GGUFQuantization
-from quantization.linear import Dequantized, IntMethod, method_of
+from quantization.linear import BlockMethod, Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, fitted_blocks, parse_format, scheme_of
 
@@ -274,6 +274,20 @@ def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight, t
         layer.method = method
     else:
         layer.untie(method)
+
+
+def make_block_activations(model: CausalLM, choice: BlockActivations) -> None:
+    """Make layers in blocks round their activations to int8, unless `choice` is none.
+
+    Raises UserError for none if no layer is in blocks.
+    """
+    methods = [module.method for module in model.modules() if isinstance(module, Linear)]
+    in_blocks = [method for method in methods if isinstance(method, BlockMethod)]
+    if choice is BlockActivations.none and not in_blocks:
+        raise UserError("quant.block_activations=none, but no layer is in blocks of llama.cpp: leave it out")
+    if choice is BlockActivations.int8:
+        for method in in_blocks:
+            method.scheme = replace(method.scheme, activations=Activations.dynamic)
 
 
 def make_activations_auto(model: CausalLM) -> None:

@@ -13,7 +13,7 @@ SHORTER_BLOCKS = {
     CodeKind.Q3_K: WeightFormat(4, group_size=BLOCK_SIZE),  # as Q4_0, with scales by search
     CodeKind.Q4_K: of_blocks("Q5_0"),
     CodeKind.Q5_K: of_blocks("Q5_1"),
-    CodeKind.Q6_K: WeightFormat(8, group_size=BLOCK_SIZE),  # the values of Q8_0
+    CodeKind.Q6_K: of_blocks("Q8_0"),
 }
 
 
@@ -80,6 +80,6 @@ def parse_format(key: str, text: str) -> LinearScheme | None:
         for bits in (8, 4)
         for suffix, size in sizes.items()
     }
-    schemes |= {name.lower(): LinearScheme(of_blocks(name)) for name in KINDS}
+    schemes |= {name: LinearScheme(of_blocks(name.upper())) for name in ("q8_0", *(scheme.name for scheme in BLOCKS))}
     check(text in schemes, key, text, ", ".join(schemes))
     return schemes[text]

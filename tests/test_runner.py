@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from conf.decoding import DecodeConfig
-from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.quantization import Activations, BlockActivations, QuantConfig, QuantScheme
 from conf.schema import DType, RunConfig
 from kernels import build
 from models.exported.description import EXPORT, GRAPH, WEIGHTS
@@ -99,6 +99,7 @@ def test_the_other_families_give_the_engines_tokens(
         (DType.float16, FLOATS),
         (DType.bfloat16, FLOATS),  # in 12 bits, if the instruction set has them
         (DType.bfloat16, QuantConfig(QuantScheme.int4, group_size=32, symmetric=False)),
+        (DType.bfloat16, QuantConfig(QuantScheme.q4_k_m, block_activations=BlockActivations.none)),
     ],
 )
 def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path) -> None:

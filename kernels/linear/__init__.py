@@ -61,13 +61,14 @@ def matmul(x: Activations, weight: PackedWeight | GPUWeight, bias: Tensor | None
     - IntWeight: the C++ kernels quantise the row to 16 bits, with a scale per 128 inputs (or per group, if that is
       smaller). The error of an input is at most 2^-16 of the largest input under the same scale. Everything else is
       exact up to float32 sums. A row with NaN or infinity gives NaN or infinity.
-    - BlockWeight: like IntWeight, with one scale of the row per group of the weight. Rows of int8 are not supported.
+    - BlockWeight: like IntWeight, with one scale of the row per group of the weight. Rows of int8 have a scale per 32
+      inputs.
     - Float8Weight: codes, which are exact in bfloat16, are multiplied by the inputs. The sum of each group is scaled,
       then the groups are added in order.
 
-    Rows of int8 require an IntWeight; sums within a group are exact. Rows of float8_e4m3fn require a Float8Weight; the
-    rows may be quantised in groups if the weight is, and each of their groups covers one or more whole groups of the
-    weight.
+    Rows of int8 require an IntWeight or a BlockWeight; sums within a group are exact. Rows of float8_e4m3fn require a
+    Float8Weight; the rows may be quantised in groups if the weight is, and each of their groups covers one or more
+    whole groups of the weight.
 
     Raises ValueError if shapes or dtypes do not match.
     """

@@ -44,8 +44,9 @@ inline int64_t segment_of(const Layout &layout, int limbs) {
 // 32-bit words per step of a row.
 constexpr int step_words(int limbs) { return sums_of(limbs) * SUM_WORDS; }
 
-// Up to MAX_ROWS rows of activations in the order of steps: words [num_steps, num_rows, step_words(LIMBS)].
-template <int LIMBS> struct Panel {
+// Up to MAX_ROWS rows of activations in the order of steps: words [num_steps, num_rows, WORDS]. One word of a step is
+// four bytes of int8; more words are limbs in the form of `put_limb`.
+template <int LIMBS, int WORDS = step_words(LIMBS)> struct Panel {
   static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (sums_of(LIMBS) + 1));  // sums and totals of one tile fit into the registers
   int64_t num_rows;
   int32_t *words;
@@ -54,25 +55,29 @@ template <int LIMBS> struct Panel {
 
   // Writes `count` bytes of a limb of a row, starting at input `first`. Both are multiples of STEP.
   void put(int64_t row, int limb, int64_t first, int64_t count, const int8_t *from) const {
-    int32_t *to = words + (first / STEP * num_rows + row) * step_words(LIMBS);
-    for (int64_t i = 0; i < count; i += STEP, to += num_rows * step_words(LIMBS)) put_limb(to, limb, from + i);
+    int32_t *to = words + (first / STEP * num_rows + row) * WORDS;
+    for (int64_t i = 0; i < count; i += STEP, to += num_rows * WORDS)
+      if constexpr (WORDS == 1)
+        std::memcpy(to, from + i, STEP);
+      else
+        put_limb(to, limb, from + i);
   }
 };
 
 // All rows of a call, in panels of nearly equal height.
-template <int LIMBS> struct Activations {
+template <int LIMBS, int WORDS = step_words(LIMBS)> struct Activations {
   int64_t num_rows, num_inputs, segment, num_steps;
   int32_t offset;
   int64_t num_segments = divide_up(num_inputs, segment);
-  int64_t num_panels = divide_up(num_rows, Panel<LIMBS>::MAX_ROWS);
+  int64_t num_panels = divide_up(num_rows, Panel<LIMBS, WORDS>::MAX_ROWS);
   int64_t height = divide_up(num_rows, std::max<int64_t>(num_panels, 1));
-  int64_t bytes_per_row = num_steps * step_words(LIMBS) * 4 + num_segments * 8;
+  int64_t bytes_per_row = num_steps * WORDS * 4 + num_segments * 8;
   char *memory = nullptr;
 
-  Panel<LIMBS> panel(int64_t index) const {
+  Panel<LIMBS, WORDS> panel(int64_t index) const {
     const int64_t rows = std::min(height, num_rows - index * height);
     char *at = memory + index * height * bytes_per_row;
-    auto *scales = reinterpret_cast<float *>(at + rows * num_steps * step_words(LIMBS) * 4);
+    auto *scales = reinterpret_cast<float *>(at + rows * num_steps * WORDS * 4);
     return {rows, reinterpret_cast<int32_t *>(at), scales, reinterpret_cast<int32_t *>(scales + rows * num_segments)};
   }
 };
@@ -100,13 +105,14 @@ template <class AllRows, class Panel> void to_fixed_point(const AllRows &all_row
   }
 }
 
-// Copies one row of int8 codes into a panel.
-template <class AllRows, class Panel> void copy_codes(const AllRows &all_rows, const Panel &panel, int64_t row, const int8_t *codes, float scale) {
+// Copies one row of int8 codes into a panel. A scale belongs to `inputs_of_scale` inputs: whole segments.
+template <class AllRows, class Panel>
+void copy_codes(const AllRows &all_rows, const Panel &panel, int64_t row, const int8_t *codes, const float *scales, int64_t inputs_of_scale) {
   for (int64_t segment = 0; segment < all_rows.num_segments; ++segment) {
     const int64_t begin = segment * all_rows.segment, end = std::min(begin + all_rows.segment, all_rows.num_inputs);
     int32_t total = 0;
     for (int64_t i = begin; i < end; ++i) total += codes[i];
-    panel.scales[segment * panel.num_rows + row] = scale;
+    panel.scales[segment * panel.num_rows + row] = scales[begin / inputs_of_scale];
     panel.sums[segment * panel.num_rows + row] = total * -all_rows.offset;
   }
   const int64_t num_complete = all_rows.num_inputs / STEP * STEP;
@@ -135,7 +141,8 @@ void fill_row(const AllRows &all_rows, const Panel &panel, int64_t row, const Ro
     read_floats(rows.x, rows.dtype, index * rows.num_inputs, rows.num_inputs, floats);
     to_fixed_point(all_rows, panel, row, floats);
   } else {
-    copy_codes(all_rows, panel, row, static_cast<const int8_t *>(rows.x) + index * rows.num_inputs, rows.scales[index * rows.scale_stride]);
+    const int8_t *codes = static_cast<const int8_t *>(rows.x) + index * rows.num_inputs;
+    copy_codes(all_rows, panel, row, codes, rows.scales + index * rows.scale_stride, rows.inputs_of_scale());
   }
 }
 

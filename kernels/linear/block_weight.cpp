@@ -2,8 +2,8 @@
 // layout.
 //
 // M rows, K inputs, N outputs. A tile is 16 outputs, one per lane; a step is four inputs, the bytes of a lane; a unit
-// is eight steps. Rows are converted to 16-bit fixed point with a scale per group, as in int_weight.cpp. The sum of a
-// group is an exact integer; groups are scaled and added in float32 in the order of inputs. So the bits of a row depend
+// is eight steps. Rows are int8 codes with a scale per 32 inputs, or are converted to 16-bit fixed point with a scale per
+// group, as in int_weight.cpp. The sum of a group is an exact integer; groups are scaled and added in float32 in the order of inputs. So the bits of a row depend
 // neither on other rows nor on how threads share the work.
 #include <algorithm>
 #include <vector>
@@ -13,7 +13,6 @@
 
 namespace {
 
-constexpr int LIMBS = 2, SUMS = sums_of(LIMBS);
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
 constexpr int64_t ROWS_FOR_TILES = 16;  // least rows for AMX tiles; more than in int_weight.cpp, because weights are expanded to bytes first
@@ -29,10 +28,72 @@ struct Sources {
   const int32_t *x_sums;
 };
 
+// Whether products are added in runs (`begin_run` in simd_*.h), which read one word of a row in a step.
+template <class Kind, int LIMBS> constexpr bool IN_RUNS = LIMBS == 1 && Kind::byte_bits <= 6;
+template <class Kind, int LIMBS> constexpr int WORDS = IN_RUNS<Kind, LIMBS> ? 1 : step_words(LIMBS);
+
+// The codes of the group that begins at step `first` of a unit; tiles are tile_bytes apart.
+template <class Kind> struct GroupCodes {
+  const uint8_t *unit;
+  int64_t tile_bytes;
+  int first;
+
+  Ints at(int tile, int step) const { return codes_of<Kind>(unit + tile * tile_bytes, first + step); }
+};
+
+// Adds the products of a group to sums [ROWS, TILES, SUMS]. x: the words of the group's rows.
+template <class Kind, int ROWS, int TILES, int SUMS>
+[[gnu::always_inline]] inline void add_group(const GroupCodes<Kind> &codes, const int32_t *x, Ints (&sums)[ROWS][TILES][SUMS]) {
+  UNROLL
+  for (int step = 0; step < Kind::group / STEP; ++step) {
+    decltype(factors_of(Ints())) w[TILES];
+    UNROLL
+    for (int t = 0; t < TILES; ++t) w[t] = factors_of(codes.at(t, step));
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int part = 0; part < SUMS; ++part) {
+        const auto x_step = splat_step(x + ((step * ROWS + row) * SUMS + part) * SUM_WORDS);
+        UNROLL
+        for (int t = 0; t < TILES; ++t) sums[row][t][part] = dot_bytes(sums[row][t][part], w[t], x_step);
+      }
+  }
+}
+
+// The same for rows of int8 in one word a step.
+template <class Kind, int ROWS, int TILES>
+[[gnu::always_inline]] inline void add_group_in_runs(const GroupCodes<Kind> &codes, const int32_t *x, Ints (&sums)[ROWS][TILES][1]) {
+  constexpr int STEPS = Kind::group / STEP, RUN = std::min(steps_of_run(Kind::byte_bits), STEPS);
+  UNROLL
+  for (int begin = 0; begin < STEPS; begin += RUN) {
+    Ints run[ROWS][TILES];
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int t = 0; t < TILES; ++t) run[row][t] = begin_run(sums[row][t][0]);
+    UNROLL
+    for (int step = begin; step < begin + RUN; ++step) {
+      Ints w[TILES];
+      UNROLL
+      for (int t = 0; t < TILES; ++t) w[t] = codes.at(t, step);
+      UNROLL
+      for (int row = 0; row < ROWS; ++row) {
+        const Ints x_step = splat(x[step * ROWS + row]);
+        UNROLL
+        for (int t = 0; t < TILES; ++t) run[row][t] = dot_codes(run[row][t], w[t], x_step);
+      }
+    }
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int t = 0; t < TILES; ++t) sums[row][t][0] = end_run(sums[row][t][0], run[row][t]);
+  }
+}
+
 // Multiplies TILES tiles by ROWS rows; out [ROWS, TILES, 16]. Never inlined: inside other code the compiler keeps sums
 // in memory, as in int_weight.cpp.
-template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
-  constexpr int GROUP_STEPS = Kind::group / STEP;
+template <class Kind, int LIMBS, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
+  constexpr int SUMS = sums_of(LIMBS), GROUP_STEPS = Kind::group / STEP;
   constexpr int64_t SHARE = Kind::block_bytes / Kind::units;
   alignas(64) uint8_t expanded[TILES][Kind::expanded_bytes];
   Floats totals[ROWS][TILES];
@@ -62,20 +123,11 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
             sums[row][t][0] = splat(Kind::has_minimums ? 0 : from.x_sums[row]);  // corrects the offset of the codes
             if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
           }
-        UNROLL
-        for (int step = 0; step < GROUP_STEPS; ++step) {
-          decltype(factors_of(Ints())) w[TILES];
-          UNROLL
-          for (int t = 0; t < TILES; ++t) w[t] = factors_of(codes_of<Kind>(unit + t * from.tile_bytes, group * GROUP_STEPS + step));
-          UNROLL
-          for (int row = 0; row < ROWS; ++row)
-            UNROLL
-            for (int part = 0; part < SUMS; ++part) {
-              const auto x = splat_step(from.x_words + ((step * ROWS + row) * SUMS + part) * SUM_WORDS);
-              UNROLL
-              for (int t = 0; t < TILES; ++t) sums[row][t][part] = dot_bytes(sums[row][t][part], w[t], x);
-            }
-        }
+        const GroupCodes<Kind> codes{unit, from.tile_bytes, group * GROUP_STEPS};
+        if constexpr (IN_RUNS<Kind, LIMBS>)
+          add_group_in_runs(codes, from.x_words, sums);
+        else
+          add_group(codes, from.x_words, sums);
         UNROLL
         for (int t = 0; t < TILES; ++t) {
           const uint8_t *block = from.block + t * from.tile_bytes;
@@ -90,7 +142,7 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
               totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, expanded[t], index, 1), totals[row][t]);
           }
         }
-        from.x_words += GROUP_STEPS * ROWS * step_words(LIMBS);
+        from.x_words += GROUP_STEPS * ROWS * WORDS<Kind, LIMBS>;
         from.x_scales += ROWS, from.x_sums += ROWS;
       }
     }
@@ -102,9 +154,9 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
 }
 
 // Rows as fixed point, and their weights.
-template <class Kind> struct Job {
+template <class Kind, int LIMBS> struct Job {
   Product product;
-  Activations<LIMBS> activations;
+  Activations<LIMBS, WORDS<Kind, LIMBS>> activations;
 
   explicit Job(const Product &of)
       : product(of), activations{of.rows.num_rows, of.rows.num_inputs, Kind::group, of.rows.num_inputs / STEP, Kind::offset} {}
@@ -119,15 +171,15 @@ template <class Kind> struct Job {
 
 // Multiplies one panel by tiles first to last - 1. The products are rounded to the dtype before the bias is
 // added.
-template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
-  const Panel<LIMBS> x = job.activations.panel(panel);
+template <class Kind, int LIMBS, int ROWS> void multiply_panel(const Job<Kind, LIMBS> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  const auto x = job.activations.panel(panel);
   if constexpr (ROWS > 1)
-    if (x.num_rows < ROWS) return multiply_panel<Kind, ROWS - 1>(job, out, panel, first, last);
-  constexpr int FIT = ACCUMULATORS / (ROWS * (SUMS + 1)), TILES = FIT >= 4 ? 4 : 1;
+    if (x.num_rows < ROWS) return multiply_panel<Kind, LIMBS, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / (ROWS * (sums_of(LIMBS) + 1)), TILES = FIT >= 4 ? 4 : 1;
   const Dtype dtype = job.product.rows.dtype;
   write_tiles<ROWS, TILES>(out, dtype, panel * job.activations.height, first, last,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
-    const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, ROWS, TILES> : multiply_tiles<Kind, ROWS, 1>;
+    const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, LIMBS, ROWS, TILES> : multiply_tiles<Kind, LIMBS, ROWS, 1>;
     tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.words, x.scales, x.sums}, result);
     if (!weight.bias) return;
     round_to(dtype, result, ROWS * num_tiles * LANES);
@@ -135,18 +187,18 @@ template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const 
   });
 }
 
-template <class Kind> void multiply_all(const std::vector<Product> &products) {
-  thread_local std::vector<Job<Kind>> jobs;
+template <class Kind, int LIMBS> void multiply_all(const std::vector<Product> &products) {
+  thread_local std::vector<Job<Kind, LIMBS>> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.emplace_back(product);
-  const auto fill = [](const Job<Kind> &job, int64_t number) {
-    const Panel<LIMBS> panel = job.activations.panel(number);
+  const auto fill = [](const Job<Kind, LIMBS> &job, int64_t number) {
+    const auto panel = job.activations.panel(number);
     for (int64_t row = 0; row < panel.num_rows; ++row)
-      fill_row_of_kind<Kind>(job.activations, panel, row, job.product.rows, number * job.activations.height + row);
+      fill_row_of_kind<Kind, LIMBS>(job.activations, panel, row, job.product.rows, number * job.activations.height + row);
   };
-  run(jobs, fill, [](const Job<Kind> &job, const WorkItem &item) {
+  run(jobs, fill, [](const Job<Kind, LIMBS> &job, const WorkItem &item) {
     for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel)
-      multiply_panel<Kind, Panel<LIMBS>::MAX_ROWS>(job, *item.out, panel, item.first_tile, item.last_tile);
+      multiply_panel<Kind, LIMBS, Panel<LIMBS>::MAX_ROWS>(job, *item.out, panel, item.first_tile, item.last_tile);
   });
 }
 
@@ -160,5 +212,9 @@ void multiply_block_weights(Codes codes, const std::vector<Product> &products) {
   if (many != few.end()) multiply_block_weights_by_tiles(codes, {many, few.end()});
   few.erase(many, few.end());
 #endif
-  if (!few.empty()) with_kind(codes, [&](auto kind) { multiply_all<decltype(kind)>(few); });
+  if (few.empty()) return;
+  with_kind(codes, [&](auto kind) {
+    using Kind = decltype(kind);
+    (few[0].rows.scales ? multiply_all<Kind, 1> : multiply_all<Kind, 2>)(few);
+  });
 }

@@ -12,12 +12,12 @@ constexpr int64_t VECTOR_BYTES = STEP * LANES, UNIT_STEPS = 8, UNIT = UNIT_STEPS
 constexpr int32_t SCALE_OFFSET = 32;  // added to scales of six bits
 
 // A ggml type: bits per code, inputs per group and per block, bits per scale. With minimums a value is scale * code -
-// minimum, else scale * (code - 2^(bits - 1)).
-template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS, int SCALE_BITS = 8> struct Kind {
-  static constexpr int bits = BITS, scale_bits = SCALE_BITS;
-  static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP;
+// minimum, else scale * (code - 2^(bits - 1)), or scale * IQ4_VALUES[code] if the codes are indices.
+template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS, int SCALE_BITS = 8, bool INDICES = false> struct Kind {
+  static constexpr int bits = BITS, scale_bits = SCALE_BITS, byte_bits = INDICES ? 8 : BITS;  // byte_bits: of what `codes_of` returns
+  static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP, has_indices = INDICES;
   static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
-  static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // sums of activations are multiplied by -offset
+  static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (byte_bits - 1);  // sums of activations are multiplied by -offset
   static constexpr int64_t factors_bytes = 2 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES * SCALE_BITS / 8 : 0;
   static constexpr int64_t expanded_bytes = SCALE_BITS == 6 ? BLOCK / GROUP * LANES : 1;  // of `expand_scales`
   static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
@@ -41,7 +41,10 @@ inline Ints shifted(Ints x, int bits) {
 // Returns the bits MASK of each byte, after a shift to the right.
 template <int SHIFT, int32_t MASK> inline Ints bits_of(Ints x) { return bit_and(shift_right<SHIFT>(x), splat(MASK * 0x01010101)); }
 
-// Returns the codes of step `step` of a unit.
+// The values of IQ4_NL and IQ4_XS plus 128.
+alignas(16) constexpr uint8_t IQ4_VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// Returns the codes of step `step` of a unit, or what indices choose.
 template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   if constexpr (Kind::bits == 3) {
     const auto vector = [&](int number) { return load(unit + number * VECTOR_BYTES); };
@@ -49,8 +52,10 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
     if (step == 7) return bit_xor(bits_of<7, 1>(vector(1)), bits_of<5, 6>(vector(2)));
     return step % 2 ? bits_of<3, 7>(vector(step / 2)) : bit_and(vector(step / 2), splat(0x07070707));
   }
+  if constexpr (Kind::bits == 8) return load(unit + step * VECTOR_BYTES);
   const Ints pair = load(unit + step / 2 * VECTOR_BYTES);
   const Ints low = bit_and(step % 2 ? shift_right<4>(pair) : pair, splat(0x0f0f0f0f));
+  if constexpr (Kind::has_indices) return lookup(splat_bytes(IQ4_VALUES), low);
   if constexpr (Kind::bits == 5) return bit_xor(low, bit_and(shifted(load(unit + 4 * VECTOR_BYTES), 4 - step), splat(0x10101010)));
   if constexpr (Kind::bits == 6)
     return bit_xor(low, bit_and(shifted(load(unit + (4 + step / 4) * VECTOR_BYTES), 4 - 2 * (step % 4)), splat(0x30303030)));
@@ -97,11 +102,11 @@ template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles,
   }
 }
 
-// Converts one row to fixed point. If the kind has minimums, it replaces each sum of the integers by sum * scale as a
+// Writes one row as integers of LIMBS bytes. If the kind has minimums, it replaces each sum of the integers by sum * scale as a
 // float, because the minimum of a group is multiplied by this number.
-template <class Kind, class AllRows, class Panel>
+template <class Kind, int LIMBS, class AllRows, class Panel>
 void fill_row_of_kind(const AllRows &all_rows, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
-  fill_row<2>(all_rows, panel, row, rows, index);
+  fill_row<LIMBS>(all_rows, panel, row, rows, index);
   if constexpr (Kind::has_minimums)
     for (int64_t at = row; at < all_rows.num_segments * panel.num_rows; at += panel.num_rows)
       panel.sums[at] = std::bit_cast<int32_t>(static_cast<float>(panel.sums[at]) * panel.scales[at]);
@@ -109,7 +114,15 @@ void fill_row_of_kind(const AllRows &all_rows, const Panel &panel, int64_t row, 
 
 // Calls work(Kind) for a ggml type.
 template <class Work> void with_kind(Codes codes, Work &&work) {
-  if (codes == Codes::q4_1)
+  if (codes == Codes::q4_0)
+    work(Kind<4, 32, 32, false>());
+  else if (codes == Codes::q8_0)
+    work(Kind<8, 32, 32, false>());
+  else if (codes == Codes::iq4_nl)
+    work(Kind<4, 32, 32, false, 8, true>());
+  else if (codes == Codes::iq4_xs)
+    work(Kind<4, 32, 256, false, 8, true>());
+  else if (codes == Codes::q4_1)
     work(Kind<4, 32, 32, true>());
   else if (codes == Codes::q5_0)
     work(Kind<5, 32, 32, false>());

@@ -23,7 +23,7 @@ PACKED_AT_ONCE = 2**22  # codes; limits intermediate results to a small fraction
 class BlockKind(NamedTuple):
     """A ggml type. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1)).
 
-    Blocks of 32 store the negative minimum, which ggml adds.
+    If the codes are indices, a value is scale * IQ4_VALUES[code]. Blocks of 32 store the negative minimum, which ggml adds.
     """
 
     bits: int
@@ -33,6 +33,7 @@ class BlockKind(NamedTuple):
     # byte offsets in a block of the float16 factors: of the scales, and of the minimums if there are any
     factors_at: tuple[int, ...]
     scale_bits: int = 8  # of a group's scale, in a packed weight
+    has_indices: bool = False  # a value is scale * IQ4_VALUES[code]
 
     @property
     def has_minimums(self) -> bool:
@@ -56,7 +57,13 @@ class BlockKind(NamedTuple):
         return parts * FACTOR_BYTES, parts * scales, TILE * self.block_size * self.bits // 8
 
 
+IQ4_VALUES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+"""The values of IQ4_NL and IQ4_XS, `kvalues_iq4nl` in ggml-common.h."""
 KINDS = {
+    "Q4_0": BlockKind(4, 32, 32, 18, (0,)),
+    "Q8_0": BlockKind(8, 32, 32, 34, (0,)),
+    "IQ4_NL": BlockKind(4, 32, 32, 18, (0,), has_indices=True),
+    "IQ4_XS": BlockKind(4, 32, 256, 136, (0,), has_indices=True),
     "Q4_1": BlockKind(4, 32, 32, 20, (0, 2)),
     "Q5_0": BlockKind(5, 32, 32, 22, (0,)),
     "Q5_1": BlockKind(5, 32, 32, 24, (0, 2)),
@@ -84,10 +91,13 @@ class BlockCodes:
         kind = KINDS[self.kind]
         of_groups = self.factors.repeat_interleave(kind.block_size // kind.group_size, 2)  # [1 or 2, N, G]
         scales = (of_groups * self.scales if kind.has_scales else of_groups).unsqueeze(3)
-        codes = self.codes.float().unflatten(1, (-1, kind.group_size))  # [N, G, K / G]
-        values: Tensor = (
-            scales[0] * codes - scales[1] if kind.has_minimums else scales[0] * (codes - 2 ** (kind.bits - 1))
-        )
+        numbers = IQ4_VALUES[self.codes.int()] if kind.has_indices else self.codes
+        numbers = numbers.float().unflatten(1, (-1, kind.group_size))  # [N, G, K / G]
+        values: Tensor
+        if kind.has_minimums:
+            values = scales[0] * numbers - scales[1]
+        else:
+            values = scales[0] * (numbers if kind.has_indices else numbers - 2 ** (kind.bits - 1))
         return values.flatten(1)
 
     def rows(self, first: int, last: int) -> "BlockCodes":
@@ -97,6 +107,16 @@ class BlockCodes:
 def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
     """Read the codes and scales of a file's blocks, uint8 [N, B * block_bytes]."""
     split, factors = blocks.unflatten(1, (-1, KINDS[kind].block_bytes)), read_factors(kind, blocks)  # [N, B, bytes]
+    if kind == "Q8_0":
+        no_scales = torch.empty(1, len(blocks), 0, dtype=torch.int8)
+        return BlockCodes(kind, (split[:, :, 2:] ^ 128).flatten(1), factors, no_scales)
+    if kind == "IQ4_XS":
+        _, high, low, packed = split.split((2, 2, 4, 128), 2)
+        codes = packed.unflatten(2, (8, 1, 16)) >> _shifts(0, 4) & 15  # [N, B, 8, 2, 16]
+        scales = low.unsqueeze(3) >> torch.tensor([0, 4], dtype=torch.uint8) & 15  # [N, B, 4, 2]
+        upper = high.unsqueeze(3) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3  # [N, B, 2, 4]
+        centred = (scales.flatten(2) | upper.flatten(2) << 4).view(torch.int8) - SCALE_OFFSET
+        return BlockCodes(kind, codes.flatten(1), factors, centred.flatten(1)[None])
     if not KINDS[kind].has_scales:
         low = split[:, :, -16:]
         codes = torch.cat((low & 15, low >> 4), 2)  # [N, B, 32]
@@ -256,8 +276,13 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
     codes = functional.pad(rows.codes, (0, 0, 0, missing))
     tiles = len(codes) // TILE
     codes = codes.view(tiles, TILE, num_blocks, -1, 8, 4).permute(0, 2, 3, 4, 1, 5)  # [tiles, B, units, 8, 16, 4]
-    even, odd, rest = codes[:, :, :, ::2], codes[:, :, :, 1::2], kind.bits - 4
-    parts = [even & 15 | odd << 4] if kind.bits > 3 else [_pack_six_bits((even | odd << 3).flatten(4))]
+    even, odd, rest = codes[:, :, :, ::2], codes[:, :, :, 1::2], kind.bits % 8 - 4
+    if kind.bits == 8:
+        parts = [codes]
+    elif kind.bits == 3:
+        parts = [_pack_six_bits((even | odd << 3).flatten(4))]
+    else:
+        parts = [even & 15 | odd << 4]
     if rest > 0:
         steps = (codes >> 4).unflatten(3, (rest, 8 // rest))
         shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
@@ -274,6 +299,8 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
 
 def _codes_of(units: Tensor, bits: int) -> Tensor:
     """Return codes uint8 [N, K] from packed codes [tiles, B, units, bits, 16, 4]."""
+    if bits == 8:
+        return units.permute(0, 4, 1, 2, 3, 5).flatten(2).flatten(0, 1)
     if bits == 3:
         pairs, half = _unpack_six_bits(units.flatten(4)).unflatten(4, (TILE, 4)), 3
     else:

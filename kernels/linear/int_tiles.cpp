@@ -87,8 +87,8 @@ template <int LIMBS> void fill_rows(const Job<LIMBS> &job, int64_t number) {
       std::memset(panel.bytes + (job.num_tile_steps() - 1) * panel.STEP_BYTES + limb * TILE_BYTES + row * TILE_ROW_BYTES, 0, TILE_ROW_BYTES);
     if (job.blocks == Codes::none)
       fill_row<LIMBS>(job, panel, row, job.rows(), index);
-    else if constexpr (LIMBS == 2)
-      with_kind(job.blocks, [&](auto kind) { fill_row_of_kind<decltype(kind)>(job, panel, row, job.rows(), index); });
+    else
+      with_kind(job.blocks, [&](auto kind) { fill_row_of_kind<decltype(kind), LIMBS>(job, panel, row, job.rows(), index); });
   }
 }
 
@@ -135,8 +135,8 @@ struct Scales {
 };
 
 // Adds the scaled sums of one segment [LIMBS, COLUMNS, 16 rows, 16] to totals [rows, COLUMNS, 16], in the order of
-// int_weight.cpp.
-template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
+// int_weight.cpp. SCALES: whether segments of a row have scales.
+template <int LIMBS, Asymmetry ASYMMETRY, bool SCALES, int COLUMNS>
 void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, const int32_t *x_sums, const Scales &from, float *totals,
                  int64_t stride) {
   UNROLL
@@ -153,7 +153,7 @@ void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, c
       if constexpr (ASYMMETRY != Asymmetry::minimums) sum = add(ASYMMETRY == Asymmetry::zero_points ? multiply(zeros, begin) : begin, sum);
       if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(limb(1)));
       float *total = totals + row * stride + t * LANES;
-      Floats result = multiply_add(to_floats(sum), LIMBS == 2 ? multiply(scale, splat(x_scales[row])) : scale, load(total));
+      Floats result = multiply_add(to_floats(sum), SCALES ? multiply(scale, splat(x_scales[row])) : scale, load(total));
       if constexpr (ASYMMETRY == Asymmetry::minimums) result = multiply_add(as_floats(begin), minimums, result);
       store(total, result);
     }
@@ -197,7 +197,7 @@ template <int LIMBS> struct Operands {
 
 // Multiplies segments of at most 128 inputs. While the AMX unit multiplies a segment, vector instructions scale the
 // previous segment.
-template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
+template <int LIMBS, Asymmetry ASYMMETRY, bool SCALES, int COLUMNS>
 [[gnu::noinline]] void add_segments(const Operands<LIMBS> &operands, Block<Reader> &next_block) {
   constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // padded, so that no load has the address, modulo 4096, of a recent store
   alignas(64) int32_t sums[2 * BUFFER];
@@ -209,7 +209,7 @@ template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
     const Scales &first_scales = operands.scales;
     const Scales scales{first_scales.scales + group * LANES, first_scales.zeros + group * LANES, first_scales.minimums + group * LANES,
                         first_scales.stride};
-    add_segment<LIMBS, ASYMMETRY, COLUMNS>(sums + i % 2 * BUFFER, operands.num_rows, operands.x.scales + at, operands.x.sums + at, scales,
+    add_segment<LIMBS, ASYMMETRY, SCALES, COLUMNS>(sums + i % 2 * BUFFER, operands.num_rows, operands.x.scales + at, operands.x.sums + at, scales,
                                            operands.totals, operands.stride);
   };
   const uint8_t *x = operands.x.bytes + operands.first_input / INPUTS_OF_STEP * operands.x.STEP_BYTES;
@@ -224,7 +224,7 @@ template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
 }
 
 // Computes totals [rows of the item's panels, tiles of the item, 16].
-template <int LIMBS, Asymmetry ASYMMETRY>
+template <int LIMBS, Asymmetry ASYMMETRY, bool SCALES = LIMBS == 2>
 void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const WorkItem &item, float *totals) {
   const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
   Reader readers[TILES_OF_CHUNK];
@@ -241,10 +241,10 @@ void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t a
       const int64_t row = panel * TILE_ROWS - first_row;
       const Operands<LIMBS> operands{job,   job.panel(panel), std::min(TILE_ROWS, num_rows - row),     block.tiles, first, length,
                                 scales, totals + row * width + tile * LANES, width};
-      (columns == 2 ? add_segments<LIMBS, ASYMMETRY, 2> : add_segments<LIMBS, ASYMMETRY, 1>)(operands, next_block);
+      (columns == 2 ? add_segments<LIMBS, ASYMMETRY, SCALES, 2> : add_segments<LIMBS, ASYMMETRY, SCALES, 1>)(operands, next_block);
     }
   });
-  if constexpr (LIMBS == 1)
+  if constexpr (!SCALES)
     for (int64_t row = 0; row < num_rows; ++row) {
       const Floats scale = splat(job.panel(item.first_panel + row / TILE_ROWS).scales[row % TILE_ROWS]);
       for (int64_t i = 0; i < width; i += LANES) store(totals + row * width + i, multiply(load(totals + row * width + i), scale));
@@ -290,7 +290,7 @@ template <bool ZEROS> void multiply_one_segment(const Job<1> &job, const Weight 
 }
 
 // Expands the item's tiles of a weight in ggml's blocks to bytes, in memory of this thread, and multiplies them.
-inline void multiply_expanded(const Job<2> &job, const Weight &weight, const WorkItem &item, float *totals) {
+template <int LIMBS> void multiply_expanded(const Job<LIMBS> &job, const Weight &weight, const WorkItem &item, float *totals) {
   thread_local std::vector<uint8_t> buffer;
   const int64_t num_tiles = item.last_tile - item.first_tile, num_floats = num_tiles * job.num_segments * LANES;
   uint8_t *bytes = aligned_buffer(buffer, num_tiles * job.layout.tile_bytes() + num_floats * 2 * int64_t{sizeof(float)});
@@ -300,7 +300,7 @@ inline void multiply_expanded(const Job<2> &job, const Weight &weight, const Wor
     expand_tiles<Kind>(weight.memory + item.first_tile * tile_bytes, num_tiles, job.num_inputs, bytes);
   });
   const bool has_minimums = job.asymmetry == Asymmetry::minimums;
-  const auto multiply = has_minimums ? multiply_in_segments<2, Asymmetry::minimums> : multiply_in_segments<2, Asymmetry::none>;
+  const auto multiply = has_minimums ? multiply_in_segments<LIMBS, Asymmetry::minimums, true> : multiply_in_segments<LIMBS, Asymmetry::none, true>;
   multiply(job, {bytes, false, nullptr, item.first_tile}, num_tiles, item, totals);
 }
 
@@ -311,16 +311,16 @@ template <int LIMBS> void multiply_item(const Job<LIMBS> &job, const WorkItem &i
   const int64_t num_panels = item.last_panel - item.first_panel, num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES;
   const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
   const int64_t count = std::min(width, out.num_outputs - item.first_tile * LANES);
-  const bool has_one_segment = LIMBS == 1 && job.num_segments == 1;
+  const bool has_one_segment = LIMBS == 1 && job.num_segments == 1 && job.blocks == Codes::none;
   const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
     float *result = aligned_buffer(memory, num_panels * TILE_ROWS * width);
     const auto in_segments = job.asymmetry == Asymmetry::zero_points ? multiply_in_segments<LIMBS, Asymmetry::zero_points>
                                                                      : multiply_in_segments<LIMBS, Asymmetry::none>;
-    if constexpr (LIMBS == 1) {
+    if (job.blocks != Codes::none) {
+      multiply_expanded(job, weight, item, result);
+    } else if constexpr (LIMBS == 1) {
       const auto one_segment = job.layout.has_zeros ? multiply_one_segment<true> : multiply_one_segment<false>;
       (has_one_segment ? one_segment : in_segments)(job, weight, out.num_tiles(), item, result);
-    } else if (job.blocks != Codes::none) {
-      multiply_expanded(job, weight, item, result);
     } else {
       in_segments(job, weight, out.num_tiles(), item, result);
     }
@@ -343,6 +343,15 @@ template <int LIMBS> void multiply_all(const Format &format, const std::vector<P
   run(jobs, fill_rows<LIMBS>, multiply_item<LIMBS>);
 }
 
+template <int LIMBS> void multiply_all_blocks(Codes codes, const std::vector<Product> &products) {
+  thread_local std::vector<Job<LIMBS>> jobs;
+  jobs.clear();
+  with_kind(codes, [&](auto kind) {
+    for (const Product &product : products) jobs.emplace_back(product, codes, kind);
+  });
+  run(jobs, fill_rows<LIMBS>, multiply_item<LIMBS>);
+}
+
 }  // namespace
 
 void multiply_int_weights_by_tiles(const Format &format, const std::vector<Product> &products) {
@@ -353,12 +362,10 @@ void multiply_int_weights_by_tiles(const Format &format, const std::vector<Produ
 }
 
 void multiply_block_weights_by_tiles(Codes codes, const std::vector<Product> &products) {
-  thread_local std::vector<Job<2>> jobs;
-  jobs.clear();
-  with_kind(codes, [&](auto kind) {
-    for (const Product &product : products) jobs.emplace_back(product, codes, kind);
-  });
-  run(jobs, fill_rows<2>, multiply_item<2>);
+  if (products[0].rows.scales)
+    multiply_all_blocks<1>(codes, products);
+  else
+    multiply_all_blocks<2>(codes, products);
 }
 
 #endif

@@ -11,7 +11,10 @@ from torch.nn import functional
 from kernels.linear.float_weight import TILE
 
 CODES = {  # `enum class Codes` in products.h
-    name: number for number, name in enumerate("none int8 int4 float8 q4_1 q5_0 q5_1 q4_k q5_k q6_k q3_k".split())
+    name: number
+    for number, name in enumerate(
+        "none int8 int4 float8 q4_1 q5_0 q5_1 q4_k q5_k q6_k q3_k q4_0 q8_0 iq4_nl iq4_xs".split()
+    )
 }
 GROUP_SIZES = (128, 64, 32)  # or all inputs
 MAX_INPUTS = 2**17 - 1  # the sum of more int8 products does not fit into 32 bits

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.linear import portable
-from kernels.linear.block_weight import BlockWeight
+from kernels.linear.block_weight import UNIT, BlockWeight
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import CODES, IntWeight
@@ -144,17 +144,17 @@ def _check(x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> N
 
 
 def _check_codes(x: QuantizedActivations, weight: PackedWeight) -> None:
-    if isinstance(weight, BlockWeight):
-        raise ValueError(f"rows of {x.codes.dtype}: weights in blocks of {weight.kind} are multiplied by floats")
     if isinstance(weight, Float8Weight) != (x.codes.dtype == torch.float8_e4m3fn) or not x.codes.itemsize == 1:
         raise ValueError(
             f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8, of float8 by floats or float8"
         )
-    allowed = [(1, 1), (len(x), 1)]
+    is_blocks = isinstance(weight, BlockWeight)
+    allowed = [(len(x), weight.num_inputs // UNIT)] if is_blocks else [(1, 1), (len(x), 1)]
     if isinstance(weight, Float8Weight) and x.group_size is not None and x.group_size % weight.group_size == 0:
         allowed.append((len(x), -(-weight.num_inputs // x.group_size)))
     if tuple(x.scales.shape) not in allowed:
-        raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
+        rule = f"one for {UNIT} inputs" if is_blocks else "one of each, or [1, 1] of all"
+        raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: {rule}")
     if x.scales.dtype != torch.float32 or x.scales.is_cpu != x.is_cpu:
         raise ValueError(f"scales of {x.scales.dtype} on {x.scales.device}: they are float32, where the codes are")
 

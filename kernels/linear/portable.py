@@ -4,7 +4,7 @@ groups."""
 import torch
 from torch import Tensor
 
-from kernels.linear.block_weight import BlockWeight
+from kernels.linear.block_weight import UNIT, BlockWeight
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
@@ -30,7 +30,6 @@ def matmul(x: Activations, weight: FloatWeight | IntWeight | Float8Weight | Bloc
         y = _float8_matmul(x, weight)
         return y if bias is None else y + bias
     if isinstance(weight, BlockWeight):
-        assert isinstance(x, Tensor)
         y = _block_matmul(x, weight)
         return y if bias is None else y + bias
     y = _int8_matmul(x, weight) if isinstance(x, QuantizedActivations) else _int_matmul(x, weight)
@@ -63,8 +62,9 @@ def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
     return torch.cat(parts, dim=1).to(x.dtype)
 
 
-def _block_matmul(x: Tensor, weight: BlockWeight) -> Tensor:
-    parts = [linear(x.float(), weight.unpack_tiles(*block).dequantize()) for block in blocks(weight)]
+def _block_matmul(x: Activations, weight: BlockWeight) -> Tensor:
+    rows = x.codes.float() * x.scales.repeat_interleave(UNIT, 1) if isinstance(x, QuantizedActivations) else x.float()
+    parts = [linear(rows, weight.unpack_tiles(*block).dequantize()) for block in blocks(weight)]
     return torch.cat(parts, dim=1).to(x.dtype)
 
 

@@ -21,6 +21,7 @@ struct Rows {
   int64_t num_rows, num_inputs;
 
   int64_t out_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }  // per number of the product
+  int64_t inputs_of_scale() const { return num_inputs / std::max<int64_t>(scale_stride, 1); }
   // `count` rows, starting at row `first`.
   Rows part(int64_t first, int64_t count) const {
     const int64_t row_bytes = num_inputs * (scales ? 1 : out_bytes());
@@ -29,7 +30,7 @@ struct Rows {
 };
 
 // The codes of a weight. none: floats of the rows' dtype. The numbers are in kernels/linear/int_weight.py.
-enum class Codes : int32_t { none, int8, int4, float8, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, q3_k };
+enum class Codes : int32_t { none, int8, int4, float8, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, q3_k, q4_0, q8_0, iq4_nl, iq4_xs };
 
 // The properties that weights must share, in addition to their inputs, to be multiplied together.
 struct Format {

@@ -12,8 +12,6 @@ from models.config import ConfigReader
 from models.sharding import Shard
 from models.tokenizers import Tokenizer
 
-CODE_GROUP = 32  # values of a row that share one scale in CodedWeights
-
 
 @dataclass(frozen=True)
 class ExpectedTensor:
@@ -57,8 +55,7 @@ class CodedWeights(WeightFile, Protocol):
     def keep_codes(self, modules: Iterable[str]) -> None:
         """Make `read` return codes instead of `weight` for these modules.
 
-        It returns `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP]. If the layers hold the ggml type in
-        blocks, it returns only `blocks` uint8 [O, bytes per row].
+        It returns `blocks` uint8 [O, bytes per row], as the file has them.
         """
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizedFormat
+from conf.quantization import Activations, BlockActivations, CalibrateConfig, QuantConfig, QuantizedFormat
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
@@ -155,10 +155,12 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
     """Return the settings as JSON values, without the probe and the paths of a plan and of an importance matrix.
 
-    `sparsity` is present only if it prunes, and a budget only if it is set, because files of older versions lack them.
+    `sparsity` is present only if it prunes, and a budget and `block_activations` only if they are set, because files of
+    older versions lack them.
     """
     unset = {name for name in ("bits", "max_bytes") if getattr(quant, name) is None} | NOT_STORED
     unset |= set() if quant.sparsity.prunes else {"sparsity"}
+    unset |= {"block_activations"} if quant.block_activations is BlockActivations.int8 else set()
     return {name: value for name, value in plain(asdict(quant)).items() if name not in unset}
 
 

@@ -69,7 +69,13 @@ def _digest(run: RunConfig, source: ModelSource) -> str:
     """Return what identifies the measurement: the model's files, the quantisation and its files."""
     quant = run.quant
     files = [sha256_of(Path(file).expanduser()) for file in (quant.plan, quant.imatrix) if file]
-    settings = quant.kv_cache.name, quant.kv_cache_scales.name, quant.activations.name, files
+    settings = (
+        quant.kv_cache.name,
+        quant.kv_cache_scales.name,
+        quant.activations.name,
+        quant.block_activations.name,
+        files,
+    )
     identity = plain({"job": calibration_job(run).identity(source), "settings": settings})
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, check
-from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
+from conf.quantization import BlockActivations, KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
 from conf.schema import RunConfig
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import kept_folder, only_maker, refuse_existing
@@ -38,6 +38,8 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     allowed = f"none {later}, or quant.kv_cache_scales=static"
     check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, allowed)
     check(activations is activations.in_files, "quant.activations", activations.name, f"none {later}")
+    in_blocks = run.quant.block_activations
+    check(in_blocks is BlockActivations.int8, "quant.block_activations", in_blocks.name, f"int8 {later}")
     source = resolve_model(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")

@@ -2,7 +2,7 @@
 
 The type of a tensor selects its format, because GGUF has no `quantization_config`.
 
-O output channels, I input channels, G = I / 32 groups of input channels.
+O output channels, I input channels.
 """
 
 import logging
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from kernels.linear.block_weight import KINDS, read_factors
-from models.formats.base import CODE_GROUP, CodedWeights, WeightFile
+from kernels.linear.block_weight import KINDS, UNIT, read_blocks, read_factors
+from models.formats.base import CodedWeights, WeightFile
 from models.linear_layers import LinearSpec
 from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout
 from quantization.scheme import LinearScheme
@@ -25,28 +25,26 @@ CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 
 NOT_FINITE = "its scales have values that are not finite: the file is damaged"
-FORMATS = {f"Q{bits}_0": WeightFormat(bits, group_size=CODE_GROUP) for bits in (8, 4)} | {
-    name: of_blocks(name) for name in KINDS
-}
-"""Formats of the ggml types that stay packed on a CPU.
-
-All other types become floats. On a GPU the KINDS become floats too.
-"""
+FORMATS = {name: of_blocks(name) for name in KINDS}
+"""Formats of the ggml types that stay packed on a CPU. All other types become floats."""
+GPU_FORMATS = {f"Q{bits}_0": WeightFormat(bits, group_size=UNIT) for bits in (8, 4)}
+"""Formats of the ggml types that stay packed on a GPU."""
 
 
 @dataclass(frozen=True)
 class GGUFQuantization:
-    """The modules whose weights stay packed, with the names of their ggml types."""
+    """The modules whose weights stay packed, with the names of their ggml types and the formats of the types."""
 
     types: dict[str, str]
+    formats: Mapping[str, WeightFormat]
 
     def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         kind = self.types.get(layer.name)
-        return None if kind is None else LinearScheme(FORMATS[kind])
+        return None if kind is None else LinearScheme(self.formats[kind])
 
     def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         kind = self.types[layer.name]
-        return GGUFBlocks(kind, layer.shape) if kind in KINDS else GGUFWeight(layer.shape)
+        return GGUFWeight(kind, layer.shape, self.formats[kind].kind.is_blocks)
 
 
 def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) -> GGUFQuantization | None:
@@ -54,12 +52,9 @@ def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) 
 
     None for another file format, and for files without packed weights.
     """
-    packed = {
-        module: kind
-        for module, kind in _types(files).items()
-        if kind in FORMATS and (device.type == "cpu" or kind not in KINDS)
-    }
-    return GGUFQuantization(packed) if packed else None
+    formats = FORMATS if device.type == "cpu" else GPU_FORMATS
+    packed = {module: kind for module, kind in _types(files).items() if kind in formats}
+    return GGUFQuantization(packed, formats) if packed else None
 
 
 def warn_of_unpacked(files: list[WeightFile], stored: GGUFQuantization | None) -> None:
@@ -77,37 +72,14 @@ def _types(files: list[WeightFile]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GGUFWeight:
-    """One weight: codes int8 [O, I] and scales float16 [O, G], as CodedWeights returns them."""
+    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them.
 
-    shape: tuple[int, int]
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        outputs, inputs = self.shape
-        return {"codes": self.shape, "scales": (outputs, inputs // CODE_GROUP)}
-
-    def output_axes(self) -> dict[str, OutputAxis]:
-        return {"codes": OutputAxis(0), "scales": OutputAxis(0)}
-
-    def of_outputs(self, num_outputs: int) -> "GGUFWeight":
-        return GGUFWeight((num_outputs, self.shape[1]))
-
-    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight.
-
-        Raises UserError for scales that are not finite. A group of zeros has scale 0, and Q4_0 has negative scales.
-        """
-        scales = tensors["scales"].float()
-        if not scales.isfinite().all():
-            raise UserError(NOT_FINITE)
-        return StoredWeight(QuantizedWeight(tensors["codes"], scales))
-
-
-@dataclass(frozen=True)
-class GGUFBlocks:
-    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them."""
+    The model holds the blocks, or their codes and scales.
+    """
 
     kind: str
     shape: tuple[int, int]
+    keeps_blocks: bool = True
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         outputs, inputs = self.shape
@@ -116,12 +88,15 @@ class GGUFBlocks:
     def output_axes(self) -> dict[str, OutputAxis]:
         return {"blocks": OutputAxis(0)}
 
-    def of_outputs(self, num_outputs: int) -> "GGUFBlocks":
-        return GGUFBlocks(self.kind, (num_outputs, self.shape[1]))
+    def of_outputs(self, num_outputs: int) -> "GGUFWeight":
+        return GGUFWeight(self.kind, (num_outputs, self.shape[1]), self.keeps_blocks)
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for block factors (scales, minimums) that are not finite."""
         blocks = tensors["blocks"]
         if not read_factors(self.kind, blocks).isfinite().all():
             raise UserError(NOT_FINITE)
-        return StoredWeight(QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=self.kind))
+        if self.keeps_blocks:
+            return StoredWeight(QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=self.kind))
+        unpacked, offset = read_blocks(self.kind, blocks), 2 ** (KINDS[self.kind].bits - 1)
+        return StoredWeight(QuantizedWeight((unpacked.codes - offset).view(torch.int8), unpacked.factors[0]))

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conf.decoding import DecodeConfig
-from conf.quantization import KVCacheFormat, QuantConfig
+from conf.quantization import BlockActivations, KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig
 from conf.tasks import PredictConfig
 from models.causal_lm import CausalLM
@@ -80,15 +80,15 @@ def engine_of(
     tokenizer: str | None = None,
     allow_pickle: bool = False,
     kv_cache: str = "none",
+    block_activations: str = "int8",
     **device: Any,
 ) -> Engine:
     """Return a float32 engine on the CPU. `tokenizer=""` uses the folder's own; `device`: fields of DeviceConfig."""
+    quant = QuantConfig(kv_cache=KVCacheFormat[kv_cache], block_activations=BlockActivations[block_activations])
     run = run_config(folder)
     model = replace(run.model, tokenizer=tokenizer, allow_pickle=allow_pickle)
     config = DeviceConfig(DeviceType.cpu, **device)
-    return load_engine(
-        replace(run, model=model, device=config, quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), batch_size
-    )
+    return load_engine(replace(run, model=model, device=config, quant=quant), batch_size)
 
 
 def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.linear import BlockWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack_blocks
 from kernels.linear.block_weight import KINDS, read_blocks
-from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from kernels.threads import set_threads
 from tests.helpers.cases import each
@@ -49,7 +49,19 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
 
 @each(
     "kind, bits",
-    [("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q3_K", 3.4375), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+    [
+        ("Q4_0", 4.5),
+        ("Q8_0", 8.5),
+        ("IQ4_NL", 4.5),
+        ("IQ4_XS", 4.3125),
+        ("Q4_1", 5),
+        ("Q5_0", 5.5),
+        ("Q5_1", 6),
+        ("Q3_K", 3.4375),
+        ("Q4_K", 4.625),
+        ("Q5_K", 5.625),
+        ("Q6_K", 6.5625),
+    ],
 )
 def test_bits_of_a_weight(kind: str, bits: float) -> None:
     """A packed weight has at most 3 % more bytes than in the file: Q4_K and Q5_K pack the scales of groups into six
@@ -73,6 +85,16 @@ def test_products_match_the_numbers(kind: str) -> None:
         magnitudes = BlockMagnitudes(codes.dequantize(), codes.factors, codes.scales, kind).of(x)
         error = 2**-16 * magnitudes + FLOAT32 * magnitudes + 1e-6
         assert ((matmul(x, weight, bias) - expected).abs() <= error).all(), shape
+        rounded = int8_rows(x)
+        values_of_rows = rounded.codes.double() * rounded.scales.double().repeat_interleave(32, 1)
+        error = (
+            4 * FLOAT32 * magnitudes + 1e-6
+        )  # sums of groups are exact; a scale and its product with a sum are rounded
+        assert ((matmul(rounded, weight, bias) - values_of_rows @ values.double().T - bias).abs() <= error).all(), shape
+
+
+def int8_rows(x: Tensor) -> QuantizedActivations:
+    return QuantizedActivations(*quantize_rows(x, torch.int8, 32), x.dtype, 32)
 
 
 class BlockMagnitudes:
@@ -97,21 +119,36 @@ class BlockMagnitudes:
 @poisoned()
 def test_a_rows_bits_do_not_depend_on_its_company(kind: str, dtype: torch.dtype) -> None:
     raw, _ = blocks_of(kind, 70, 768)
-    weight, other, x = pack_blocks(kind, raw), pack_blocks(kind, raw.flip(0).contiguous()), randn(33, 768).to(dtype)
-    bias = randn(1, 70)[0].to(dtype)
+    weight, other, floats = (
+        pack_blocks(kind, raw),
+        pack_blocks(kind, raw.flip(0).contiguous()),
+        randn(33, 768).to(dtype),
+    )
+    for x in (floats, int8_rows(floats)):
+        check_company(x, weight, other, randn(1, 70)[0].to(dtype))
+
+
+def check_company(x: Activations, weight: BlockWeight, other: BlockWeight, bias: Tensor) -> None:
     set_threads(1)
     batch_result = matmul(x, weight, bias)
     for num_threads, num_rows in enumerate(ROWS, start=1):
         set_threads(num_threads % 4 + 1)
-        assert matmul(x[-num_rows:], weight, bias).equal(batch_result[-num_rows:]), num_rows
-        assert matmul(x[:num_rows], weight, bias).equal(batch_result[:num_rows]), num_rows
-        together = matmul_together(x[:num_rows], [other, weight], [None, bias])
+        first, last = (part_of(x, rows) for rows in (slice(num_rows), slice(-num_rows, None)))
+        assert matmul(last, weight, bias).equal(batch_result[-num_rows:]), num_rows
+        assert matmul(first, weight, bias).equal(batch_result[:num_rows]), num_rows
+        together = matmul_together(first, [other, weight], [None, bias])
         assert together[1].equal(batch_result[:num_rows])
-        gated = matmul_swiglu(x[:num_rows], weight, other, bias, None)
+        gated = matmul_swiglu(first, weight, other, bias, None)
         assert gated.equal(swiglu(together[1], together[0]))
     starts = torch.tensor([0, 5, 5, 33])
     grouped = grouped_matmul(x, WeightGroup([weight, weight, weight]), starts)
     assert grouped.equal(matmul(x, weight))
+
+
+def part_of(x: Activations, rows: slice) -> Activations:
+    if isinstance(x, Tensor):
+        return x[rows]
+    return QuantizedActivations(x.codes[rows], x.scales[rows], x.dtype, x.group_size)
 
 
 @any_way
@@ -121,10 +158,11 @@ def test_rows_that_are_not_finite(kind: str, num_rows: int) -> None:
     raw, _ = blocks_of(kind, 16, 256)
     x = randn(num_rows, 256)
     x[0, 7], x[1, 7], x[2] = float("nan"), float("inf"), 0
-    y = matmul(x, pack_blocks(kind, raw))
-    assert not y[:2].isfinite().any()
-    assert y[2].eq(0).all()
-    assert y[3:].isfinite().all()
+    for rows in (x, int8_rows(x)):
+        y = matmul(rows, pack_blocks(kind, raw))
+        assert not y[:2].isfinite().any()
+        assert y[2].eq(0).all()
+        assert y[3:].isfinite().all()
 
 
 @compiled
@@ -148,7 +186,7 @@ def test_invalid_block_weights_and_products_are_refused() -> None:
     with pytest.raises(ValueError, match="in blocks of 256, cannot be"):
         BlockWeight(weight.memory, 16, 257, "Q4_K")
     codes, scales = quantize_rows(randn(2, 256), torch.int8, None, None)
-    with pytest.raises(ValueError, match=r"rows of torch.int8: weights in blocks of Q4_K are multiplied by floats"):
+    with pytest.raises(ValueError, match=r"scales \[2, 1\] for 2 rows: one for 32 inputs"):
         matmul(QuantizedActivations(codes, scales, torch.float32), weight)
     with pytest.raises(ValueError, match="cannot be multiplied together"):
         matmul_together(randn(2, 256), [weight, pack_blocks("Q5_K", blocks_of("Q5_K", 16, 256)[0])], [None, None])

@@ -10,8 +10,9 @@ from kernels.linear.gpu_weight import of_floats
 from kernels.linear.gpu_weight import pack as pack_for_gpu
 from kernels.linear.packed import take_rows
 from quantization.codes import CodeKind
-from quantization.weight_format import QuantizedWeight, WeightFormat, of_blocks, quantize
+from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
 from tests.helpers.cases import each
+from tests.helpers.gguf_files import random_blocks
 from tests.helpers.poison import poisoned
 from tests.helpers.ways import any_way
 
@@ -56,7 +57,7 @@ def test_rows_are_those_of_the_weight_that_was_packed(dtype: torch.dtype) -> Non
             stored = quantize(randn(*shape), format)
             expect_rows(lookup(packed(stored, format), numbers_of(shape[0]), dtype), stored.dequantize())
     for kind in KINDS:
-        blocks = quantize(randn(17, 512), of_blocks(kind)).codes
+        blocks = torch.from_numpy(random_blocks(kind, 17, 512, seed=0))
         expect_rows(lookup(pack_blocks(kind, blocks), numbers_of(17), dtype), read_blocks(kind, blocks).dequantize())
 
 

@@ -125,7 +125,7 @@ def test_collected_and_used(run: RunConfig, tmp_path: Path, monkeypatch: pytest.
 
     write_gguf(open_checkpoint(tmp_path / "model", False), tmp_path / "x.gguf", "q4_k_m", imatrix=matrix)
     assert blocks == blocks_of(engine_of(tmp_path / "x.gguf").executor.model)
-    assert {kind for kind, _ in blocks.values()} == {"Q4_K", "Q5_0", "Q6_K"}
+    assert {kind for kind, _ in blocks.values()} == {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}
     fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
     assert fields["quantize.imatrix.file"].contents() == str(file)
     assert fields["quantize.imatrix.entries_count"].contents() == len(matrix.entries) == 15
@@ -138,7 +138,8 @@ def test_collected_and_used(run: RunConfig, tmp_path: Path, monkeypatch: pytest.
     plain = replace(run, quant=QuantConfig(QuantScheme.q4_k_m), calibrate=CalibrateConfig())
     unweighted = blocks_of(load_engine(plain, 1).executor.model)
     assert {name: kind for name, (kind, _) in unweighted.items()} == {name: kind for name, (kind, _) in blocks.items()}
-    assert not any(unweighted[name] == blocks[name] for name in blocks)
+    # codes of Q8_0 do not depend on the weights
+    assert not any(unweighted[name] == blocks[name] for name in blocks if blocks[name][0] != "Q8_0")
 
 
 def refused_files(file: Path) -> list[tuple[Path, str]]:

@@ -218,7 +218,7 @@ def test_blocks_that_do_not_divide_a_layer_are_shorter_or_floats(caplog: pytest.
         "q3_k": ["Q3_K", "int4 groups of 32", "int4 groups of 32", "Q6_K"],
         "q4_k": ["Q4_K", "int4 groups of 32", "Q5_0", "Q6_K"],
         "q5_k": ["Q5_K", "int4 groups of 32", "Q5_1", "Q6_K"],
-        "q6_k": ["Q6_K", "int4 groups of 32", "int8 groups of 32", "Q6_K"],
+        "q6_k": ["Q6_K", "int4 groups of 32", "Q8_0", "Q6_K"],
         "q5_1": ["Q5_1", "int4 groups of 32", "Q5_1", "Q6_K"],
     }
     assert not caplog.messages

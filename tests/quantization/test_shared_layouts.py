@@ -78,7 +78,9 @@ def one_scale() -> tuple[WeightLayout, dict[str, Tensor]]:
 
 def gguf() -> tuple[WeightLayout, dict[str, Tensor]]:
     stored = quantize(weight(), WeightFormat(8, group_size=32, scale_dtype=HALF))
-    return GGUFWeight(SHAPE), {"codes": stored.codes, "scales": stored.scales.half()}
+    parts = (stored.scales.half()[:, :, None].view(torch.int8), stored.codes.unflatten(1, (-1, 32)))
+    blocks = torch.cat(parts, 2).flatten(1).view(torch.uint8)
+    return GGUFWeight("Q8_0", SHAPE, keeps_blocks=False), {"blocks": blocks}
 
 
 LAYOUTS: dict[str, Callable[[], tuple[WeightLayout, dict[str, Tensor]]]] = {

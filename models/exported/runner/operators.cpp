@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "../../../kernels/linear/block_weight.h"
 #include "../../../kernels/linear/compressed.h"
 #include "../../../kernels/linear/products.h"
 #include "graph.h"
@@ -284,8 +285,17 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
           "the exceptions of compressed weights have no end");
 }
 
-// Returns a weight [N, K], in the layout of float_weight.py for floats of `type`, or of int_weight.py. Raises Refused if
-// a kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the
+// Checks the properties and the bytes of a weight in ggml's blocks.
+void require_blocks(const Format &format, int64_t num_tiles, int64_t num_inputs, int64_t bytes) {
+  with_kind(format.codes, [&](auto kind) {
+    using Kind = decltype(kind);
+    require_fit(format.group_size == Kind::group && format.has_zeros == Kind::has_minimums && num_inputs % Kind::block == 0);
+    require_fit(bytes == num_tiles * (num_inputs / Kind::block) * Kind::block_bytes);
+  });
+}
+
+// Returns a weight [N, K], in the layout of float_weight.py for floats of `type`, of int_weight.py or of
+// block_weight.py. Raises Refused if a kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the
 // index of the weight if they are lists.
 Packed packed(Step &step, Type type, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
@@ -306,6 +316,7 @@ Packed packed(Step &step, Type type, const std::string &prefix, std::optional<si
   require_fit(weight.type == Type::uint8);
   if (packed.is_compressed) return require_fit(type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
   require_fit(group > 0 && group <= num_inputs);
+  if (format.codes >= Codes::q4_1 && format.codes <= Codes::iq4_xs) return require_blocks(format, layout.num_tiles, num_inputs, bytes), packed;
   const int64_t numbers = layout.num_tiles * LANES * divide_up(num_inputs, group), bits = format.codes == Codes::int8 ? 8 : 4;
   require_fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
   require_fit(group == num_inputs || group == 128 || group == 64 || group == 32);
@@ -324,7 +335,8 @@ bool are_alike(const Format &a, const Format &b) { return a.group_size == b.grou
 
 // Returns the rows of a product, which are to_floats. The codes of a8w8 are not supported.
 Tensor rows_to_multiply(Step &step) {
-  require(!step.find("x_scales") && !step.find("x_group_size"), "the runner does not support 8-bit activations");
+  require(!step.find("x_scales") && !step.find("x_group_size"),
+          "the runner does not support 8-bit activations: export weights in ggml's blocks with quant.block_activations=none");
   const Tensor x = step.tensor("x_codes");
   require_fit(x.rank() == 2 && x.count() > 0 && step.type("x_dtype") == x.type);
   return x;

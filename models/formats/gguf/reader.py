@@ -13,12 +13,12 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.base import CODE_GROUP, Checkpoint
+from models.formats.base import Checkpoint
 from models.formats.gguf.config import read_gguf_config
 from models.formats.gguf.halves import find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
-from models.formats.gguf.tensors import BLOCKS, STORED, read_bytes, read_codes, read_tensor
+from models.formats.gguf.tensors import STORED, read_bytes, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
 from models.formats.rotary_rows import deinterleave_rows
 
@@ -110,8 +110,7 @@ class GGUFWeights:
     def keep_codes(self, modules: Iterable[str]) -> None:
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
-                parts = ("blocks",) if source.type in BLOCKS else ("codes", "scales")
-                self._sources |= {f"{module}.{part}": source for part in parts}
+                self._sources[f"{module}.blocks"] = source
         self.shapes = self._shapes()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -134,8 +133,6 @@ class GGUFWeights:
         source = self._sources[name]
         if name.endswith(".blocks"):
             return torch.from_numpy(read_bytes(source)).view(self.shapes[name])
-        if name.endswith((".codes", ".scales")):
-            return read_codes(source)[name.endswith(".scales")]
         tensor = read_tensor(source)
         return tensor.T if self._is_transposed(name) else tensor
 
@@ -150,8 +147,6 @@ class GGUFWeights:
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:
         if name.endswith(".blocks"):
             return source.shape[0], source.num_bytes // source.shape[0]
-        if name.endswith(".scales"):
-            return source.shape[0], source.shape[1] // CODE_GROUP
         return source.shape[::-1] if self._is_transposed(name) else source.shape
 
 

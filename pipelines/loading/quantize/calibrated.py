@@ -54,6 +54,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
     log.warning("what runs is the calibrated model in %s", folder)
     found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
     model, quant = replace_model_path(run.model, folder), QuantConfig(kv_cache=found_when_run)
+    quant = replace(quant, block_activations=run.quant.block_activations)
     if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
         quant = replace(quant, activations=Activations.auto)
     return ReadyModel(resolve_model(model), model, quant)

@@ -52,8 +52,8 @@ class QuantizeJob:
                 "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
                 "which calibrates nothing"
             )
-        cache = () if self.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
-        quant = {key: value for key, value in plain_quant(self.quant).items() if key not in cache}
+        later = {"block_activations"} | (set() if self.quant.has_static_kv_cache else {"kv_cache", "kv_cache_scales"})
+        quant = {key: value for key, value in plain_quant(self.quant).items() if key not in later}
         quant |= {"activations": self.quant.activations.in_files}
         if self.quant.imatrix is not None:
             quant |= {"imatrix": sha256_of(Path(self.quant.imatrix).expanduser())}

@@ -171,8 +171,8 @@ def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         "q4_0: the rows of 2 tensors are not a multiple of the block size, so their type is F16 (the first is blk.0.ffn_down.weight)"
     )
     tokens = [
-        complete(engine_of(path), [[5, 6, 7]], DecodeConfig(max_new_tokens=8))[0].token_ids
-        for path in (file, tmp_path / "hf")
+        complete(engine, [[5, 6, 7]], DecodeConfig(max_new_tokens=8))[0].token_ids
+        for engine in (engine_of(file, block_activations="none"), engine_of(tmp_path / "hf"))
     ]
     assert tokens[0] == tokens[1]  # of q8_0, whose error is far below the distance of the logits
 

@@ -123,7 +123,8 @@ def test_a_byte_without_a_token_is_left_out() -> None:
 @pytest.mark.long
 @real
 def test_a_downloaded_file_answers() -> None:
-    pipe = pipeline("text_generation", model=SHARED / "data" / "models" / "smollm2_135m_instruct", device="cpu")
+    folder = SHARED / "data" / "models" / "smollm2_135m_instruct"
+    pipe = pipeline("text_generation", model=folder, device="cpu", overrides=["quant.block_activations=none"])
     (answer,) = pipe([{"role": "user", "content": "What is the capital of France?"}])
     assert answer["text_generation_text"][0].endswith("The capital of France is Paris.")
 
