@@ -1,10 +1,9 @@
-"""Models so small that call overhead dominates, compared with llama.cpp on the same GGUF file, in new processes that
-take turns.
+"""Speed on GGUF files, compared with llama.cpp on the same file, in new processes that take turns.
 
-`python tests/bench/small_models.py --peer PYTHON models/tiny FOLDER --output FILE.json`; PYTHON has llama-cpp-python,
-built for this CPU. With t(n) = seconds from a prompt of P tokens to its n-th new token: prefill = P / t(1), decode = (N
-- 1) / (t(N) - t(1)), as task=bench counts. Quintet chooses each token and decodes its text; llama.cpp gets the tokens
-and chooses none.
+`python tests/bench/gguf_files.py --peer PYTHON models/tiny FILE.gguf --output REPORT.json`; PYTHON has llama-cpp-python,
+built for this CPU. A folder is converted to GGUF first. With t(n) = seconds from a prompt of P tokens to its n-th new
+token: prefill = P / t(1), decode = (N - 1) / (t(N) - t(1)), as task=bench counts. Quintet chooses each token and
+decodes its text; llama.cpp gets the tokens and chooses none.
 """
 
 import argparse
@@ -20,8 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROMPT, NEW = 64, 128
-REPEATS = 25  # repetitions in a process: five take a tenth of a second, in which the machine's speed may change
 PEER = """
 import json, random, statistics, sys, time
 from importlib.metadata import version
@@ -50,24 +47,27 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--peer", required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    # five repetitions of a tiny model take a tenth of a second, in which the machine's speed may change
+    parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--machine", default=f"{os.cpu_count()} cores")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         files = {model.name: gguf(model, args.dtype, Path(folder)) for model in args.models}
-        rounds = [
-            {name: both(file, args.dtype, args.peer, Path(folder)) for name, file in files.items()}
-            for _ in range(args.rounds)
-        ]
+        rounds = [{name: both(file, args, Path(folder)) for name, file in files.items()} for _ in range(args.rounds)]
     rows = {name: summary([result[name] for result in rounds]) for name in files}
     versions = {
         "torch": version("torch"),
         "llama-cpp-python": rounds[0][args.models[0].name]["llama.cpp"].pop("version"),
     }
     report = {
-        "what": f"tokens/s of Quintet and llama.cpp, batch 1, {PROMPT} + {NEW} tokens, {args.dtype}, medians of {args.rounds} rounds",
+        "what": f"tokens/s of Quintet and llama.cpp, batch 1, {args.prompt} + {args.new} tokens, {args.dtype}, "
+        f"medians of {args.rounds} rounds",
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores",
+        "machine": args.machine,
         "versions": versions,
         "rows": rows,
     }
@@ -79,6 +79,8 @@ def main() -> None:
 
 def gguf(model: Path, dtype: str, folder: Path) -> Path:
     """Return the model in GGUF, without its tokenizer: GGUF has no name for some tokenizers, and token ids suffice."""
+    if model.suffix == ".gguf":
+        return model.resolve()
     bare, output = folder / f"{model.name}-bare", folder / model.name
     bare.mkdir()
     for file in [model / "config.json", *model.glob("*.safetensors"), *model.glob("*.bin")]:
@@ -93,11 +95,12 @@ def quintet(*overrides: str) -> None:
     subprocess.run([sys.executable, "run.py", *overrides], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
-def both(file: Path, dtype: str, peer: str, folder: Path) -> dict[str, dict[str, float]]:
-    sizes = f"bench.prompt_tokens={PROMPT}", f"bench.new_tokens={NEW}", f"bench.repeats={REPEATS}"
-    quintet("task=bench", f"model.path={file}", f"model.dtype={dtype}", *sizes, f"hydra.run.dir={folder}/bench")
+def both(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    sizes = f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"
+    model = f"model.path={file}", f"model.dtype={args.dtype}", "quant.probe=false"
+    quintet("task=bench", *model, *sizes, f"hydra.run.dir={folder}/bench")
     ours = json.loads((folder / "bench" / "metrics.json").read_text())
-    command = [peer, "-c", PEER, str(file), *map(str, (PROMPT, NEW, os.cpu_count(), REPEATS))]
+    command = [args.peer, "-c", PEER, str(file), *map(str, (args.prompt, args.new, os.cpu_count(), args.repeats))]
     theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     our_speeds = {name: ours[f"{name}_tokens_per_s"] for name in ("prefill", "decode")}
     return {"quintet": our_speeds, "llama.cpp": theirs}
