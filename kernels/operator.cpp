@@ -11,11 +11,15 @@ Recording *begin_recording() { return recording = new Recording; }
 
 void end_recording() { recording = nullptr; }
 
-void replay(const Recording *calls) {
-  for (const auto &call : *calls) call();
+void replay(const Recording *recorded) {
+  const auto &[calls, reads, num_reads] = *recorded;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    expect_reads(reads.data() + num_reads[i], reads.size() - num_reads[i]);
+    calls[i]();
+  }
 }
 
-void free_recording(Recording *calls) { delete calls; }
+void free_recording(Recording *recorded) { delete recorded; }
 
 EXPORT(begin_recording);
 EXPORT(end_recording);

@@ -8,7 +8,13 @@
 #include <type_traits>
 #include <vector>
 
-using Recording = std::vector<std::function<void()>>;
+#include "threads.h"
+
+struct Recording {
+  std::vector<std::function<void()>> calls;
+  std::vector<MemoryRange> reads;  // of weights, by all calls in order
+  std::vector<int64_t> num_reads;  // per call: the number of `reads` up to and including this call
+};
 
 extern thread_local Recording *recording;  // of this thread; null if nothing is recorded
 
@@ -48,8 +54,10 @@ template <class Result, class... Arguments, Result (*FUNCTION)(Arguments...)> st
 
   // Referenced objects are copied into the recording. Memory behind pointers must stay valid.
   static void call_and_record(Arguments... arguments) {
-    if (recording) recording->emplace_back([=] { FUNCTION(arguments...); });
     FUNCTION(arguments...);
+    if (!recording) return;
+    recording->calls.emplace_back([=] { FUNCTION(arguments...); });
+    recording->num_reads.push_back(recording->reads.size());
   }
 };
 

@@ -106,6 +106,45 @@ struct alignas(64) ChunkRange {
   }
 };
 
+// The memory that the next calls read. A thread may see parts of two versions, which costs useless fetches only.
+struct Expected {
+  std::atomic<int64_t> num_ranges{0};
+  std::atomic<const char *> begin[MAX_EXPECTED];
+  std::atomic<int64_t> num_bytes[MAX_EXPECTED];
+};
+alignas(64) Expected expected;
+
+// Fetches one thread's parts of the expected memory. Memory is idle while one thread computes a norm or attention:
+// decode steps of 135 M parameters take 0.94 to 0.96 of the time (int8, int4), 0.985 (12-bit bfloat16).
+class Fetcher {
+ public:
+  Fetcher(int thread, int num_threads) : thread_(thread), num_threads_(num_threads) {}
+
+  // Returns when the parts are fetched, or when `call` is no longer `seen`.
+  void fetch(const std::atomic<uint32_t> &call, uint32_t seen) {
+    const int64_t num_ranges = expected.num_ranges.load(std::memory_order_relaxed);
+    int64_t remaining = MAX_BYTES;
+    for (int64_t i = 0; i < num_ranges; ++i) {
+      const char *begin = expected.begin[i].load(std::memory_order_relaxed);
+      const int64_t num_bytes = expected.num_bytes[i].load(std::memory_order_relaxed);
+      const char *from = begin + num_bytes * thread_ / num_threads_, *end = begin + num_bytes * (thread_ + 1) / num_threads_;
+      if (i == 0 && begin != first_) first_ = begin, fetched_ = from;
+      if (i == 0) from = fetched_;  // the same range was expected before an earlier call
+      for (; from < end && remaining > 0; from += STRIDE, remaining -= STRIDE) {
+        if (call.load(std::memory_order_relaxed) != seen) return;
+        for (int64_t byte = 0; byte < STRIDE; byte += LINE) _mm_prefetch(from + byte, _MM_HINT_T1);
+        if (i == 0) fetched_ = from + STRIDE;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t LINE = 64, STRIDE = 8 * LINE;
+  static constexpr int64_t MAX_BYTES = 1 << 18;  // half of the smallest second-level cache; 2^19 gains nothing
+  const int thread_, num_threads_;
+  const char *first_ = nullptr, *fetched_ = nullptr;  // the first range, and the next byte of it to fetch
+};
+
 struct Pool {
   const int num_threads;  // including the calling thread
   std::mutex call_mutex;
@@ -131,7 +170,9 @@ struct Pool {
 
   void serve() {
     const int thread = ++num_serving;
+    Fetcher fetcher(thread, num_threads);
     for (uint32_t seen = 0;;) {
+      fetcher.fetch(call, seen);
       wait_while(call, seen, sleeping_workers);
       seen = call.load(std::memory_order_acquire);
       if (!(gate.fetch_add(1) & CLOSED)) claim_chunks(thread);
@@ -238,6 +279,15 @@ void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) work(context, chunk);
   else
     current->run(num_chunks, work, context);
+}
+
+void expect_reads(const MemoryRange *ranges, int64_t num_ranges) {
+  num_ranges = std::min(num_ranges, MAX_EXPECTED);
+  for (int64_t i = 0; i < num_ranges; ++i) {
+    expected.begin[i].store(ranges[i].begin, std::memory_order_relaxed);
+    expected.num_bytes[i].store(ranges[i].num_bytes, std::memory_order_relaxed);
+  }
+  expected.num_ranges.store(num_ranges, std::memory_order_relaxed);
 }
 
 void set_threads(int32_t num_threads) { pool = pools->of(num_threads); }

@@ -30,6 +30,17 @@ inline int64_t rows_of_chunk(int64_t chunk_channels, int64_t channels) {
   return std::max<int64_t>(chunk_channels / std::max<int64_t>(channels, 1), 1);
 }
 
+// Memory that a later call reads.
+struct MemoryRange {
+  const char *begin;
+  int64_t num_bytes;
+};
+
+// The ranges that the next calls of run_chunks read, in order; at most MAX_EXPECTED count. Until the next call, each
+// waiting thread fetches its part of them into its cache. The memory may be freed meanwhile: a fetch raises no fault.
+constexpr int64_t MAX_EXPECTED = 2;
+void expect_reads(const MemoryRange *ranges, int64_t num_ranges);
+
 // The number of threads that share the work of a call, including the calling thread. Initially one per physical core
 // that the process may use.
 void set_threads(int32_t num_threads);

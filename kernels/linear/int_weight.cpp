@@ -32,6 +32,7 @@ template <int LIMBS> struct Job {
   Layout layout;
   Activations<LIMBS> activations;
 
+  int64_t tile_bytes() const { return layout.tile_bytes(); }
   int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t num_panels() const { return activations.num_panels; }
   int64_t num_fills() const { return num_panels(); }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../operator.h"
 #include "../rows.h"
 #include "../simd.h"
 #include "../swiglu.h"
@@ -93,6 +94,16 @@ template <class Job> WorkItem work_item(const Job &job, int64_t chunk) {
   return {out, tile, std::min(tile + tiles_of_chunk, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
 }
 
+// Notes in a recording that a call reads a job's weights. Formats whose jobs have no tile_bytes are not noted.
+template <class Job> void note_reads(const Job &job) {
+  if constexpr (requires { job.tile_bytes(); })
+    for (const Output &out : job.product.outputs)
+      for (const Weight &weight : {out.weight, out.up}) {
+        const int64_t num_bytes = out.num_tiles() * job.tile_bytes() * (weight.is_compressed ? 3 : 4) / 4;
+        if (weight.memory && num_bytes) recording->reads.push_back({reinterpret_cast<const char *>(weight.memory), num_bytes});
+      }
+}
+
 // Assigns memory to all jobs and calls fill(job, number) for all their fills; then calls multiply(job, item) for
 // every work item.
 template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs, Fill &&fill, Multiply &&multiply) {
@@ -105,6 +116,7 @@ template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs
     fills.push_back(fills.back() + job.num_fills());
     chunks.push_back(chunks.back() + job.product.num_chunks(job.tiles_of_chunk()) * divide_up(job.num_panels(), job.panels_of_chunk()));
   }
+  if (recording && jobs.size() == 1) note_reads(jobs[0]);  // several jobs are experts, which differ in the next step
   if (buffer.size() < static_cast<size_t>(bytes)) buffer.resize(bytes);
   char *memory = buffer.data();
   for (Job &job : jobs) {
