@@ -34,6 +34,7 @@ inline Ints shifted(Ints x, int bits) {
     case -1: return shift_right<1>(x);
     case -2: return shift_right<2>(x);
     case -3: return shift_right<3>(x);
+    case -4: return shift_right<4>(x);
     default: return x;
   }
 }

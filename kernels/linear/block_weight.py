@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import build
 from kernels.linear.float_weight import TILE
-from kernels.linear.int_weight import PackedFormat
+from kernels.linear.int_weight import CODES, PackedFormat
 
 UNIT = 32  # inputs whose codes are stored together
 SCALE_OFFSET = 32  # added to scales of six bits
@@ -156,6 +157,17 @@ def read_factors(kind: str, blocks: Tensor) -> Tensor:
     return factors
 
 
+def has_finite_factors(kind: str, blocks: Tensor) -> bool:
+    """Return whether the factors of a file's blocks uint8 [N, B * block_bytes] are all finite."""
+    library, are_finite = build.library(), torch.ones(1, dtype=torch.bool)
+    if library is None:
+        return bool(read_factors(kind, blocks).isfinite().all())
+    blocks = blocks.contiguous()
+    num_blocks = blocks.numel() // KINDS[kind].block_bytes
+    library.check_factors(blocks.data_ptr(), CODES[kind.lower()], num_blocks, are_finite.data_ptr())
+    return bool(are_finite)
+
+
 def _shifts(*counts: int) -> Tensor:
     return torch.tensor(counts, dtype=torch.uint8)[:, None]
 
@@ -263,11 +275,23 @@ class BlockWeight:
 
 
 def pack_blocks(kind: str, blocks: Tensor) -> BlockWeight:
-    """Pack a file's blocks uint8 [N, bytes], a part of the outputs at a time."""
-    num_outputs, num_inputs = len(blocks), blocks.shape[1] // KINDS[kind].block_bytes * KINDS[kind].block_size
-    at_once = max(1, PACKED_AT_ONCE // num_inputs // TILE) * TILE
-    memory = torch.cat([_pack_rows(read_blocks(kind, rows)) for rows in blocks.split(at_once)])
+    """Pack a file's blocks uint8 [N, bytes]."""
+    num_outputs, num_blocks = len(blocks), blocks.shape[1] // KINDS[kind].block_bytes
+    num_inputs, library = num_blocks * KINDS[kind].block_size, build.library()
+    if library is None:
+        memory = pack_portably(kind, blocks)
+    else:
+        memory = torch.empty(-(-num_outputs // TILE) * num_blocks * KINDS[kind].packed_bytes, dtype=torch.uint8)
+        blocks = blocks.contiguous()
+        library.pack_blocks(blocks.data_ptr(), CODES[kind.lower()], num_outputs, num_inputs, memory.data_ptr())
     return BlockWeight(memory, num_outputs, num_inputs, kind)
+
+
+def pack_portably(kind: str, blocks: Tensor) -> Tensor:
+    """Return the memory of `pack_blocks`, computed a part of the outputs at a time. pack_blocks.cpp writes equal bytes."""
+    num_inputs = blocks.shape[1] // KINDS[kind].block_bytes * KINDS[kind].block_size
+    at_once = max(1, PACKED_AT_ONCE // num_inputs // TILE) * TILE
+    return torch.cat([_pack_rows(read_blocks(kind, rows)) for rows in blocks.split(at_once)])
 
 
 def _pack_rows(rows: BlockCodes) -> Tensor:

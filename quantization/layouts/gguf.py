@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from kernels.linear.block_weight import KINDS, UNIT, read_blocks, read_factors
+from kernels.linear.block_weight import KINDS, UNIT, has_finite_factors, read_blocks
 from models.formats.base import CodedWeights, WeightFile
 from models.linear_layers import LinearSpec
 from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout
@@ -94,7 +94,7 @@ class GGUFWeight:
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for block factors (scales, minimums) that are not finite."""
         blocks = tensors["blocks"]
-        if not read_factors(self.kind, blocks).isfinite().all():
+        if not has_finite_factors(self.kind, blocks):
             raise UserError(NOT_FINITE)
         if self.keeps_blocks:
             return StoredWeight(QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=self.kind))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import BlockWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack_blocks
-from kernels.linear.block_weight import KINDS, read_blocks
+from kernels.linear.block_weight import KINDS, pack_portably, read_blocks
 from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from kernels.threads import set_threads
@@ -33,13 +33,16 @@ def randn(num_rows: int, num_inputs: int) -> Tensor:
     return torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
 
 
+@any_way
 @each("kind", KINDS)
+@poisoned()
 def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.linear.block_weight.PACKED_AT_ONCE", 10000)  # several pieces, the last one shorter
-    for shape in SHAPES:
+    for shape in [*SHAPES, (17, 3 * KINDS[kind].block_size)]:
         raw, expected = blocks_of(kind, *shape)
         assert read_blocks(kind, raw).dequantize().equal(expected)
         weight = pack_blocks(kind, raw)
+        assert weight.memory.equal(pack_portably(kind, raw)), shape
         assert (weight.num_outputs, weight.num_inputs) == shape
         assert weight.unpack().dequantize().equal(expected)
         assert (

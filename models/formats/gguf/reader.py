@@ -111,6 +111,8 @@ class GGUFWeights:
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
                 self._sources[f"{module}.blocks"] = source
+        # Largest first: a load then needs the memory of a small tensor, not of the head, in addition to all weights.
+        self._sources = dict(sorted(self._sources.items(), key=lambda item: -item[1].num_bytes))
         self.shapes = self._shapes()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
