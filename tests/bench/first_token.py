@@ -4,7 +4,8 @@
 Makes checkpoints of random bfloat16 weights in Llama's shapes under FOLDER, with the tokenizer of models/tiny, and
 starts `run.py` for each row without any preparation: a calibrated model that a run kept is removed again. A row that
 the result file already has is not measured again, so that an interrupted bench continues. `promised_s` is the estimate
-that a calibrating run prints at its start.
+that a calibrating run prints at its start. `--files` measures existing files instead, such as GGUF files: packed in this
+run, and mapped from the packed file that an earlier run kept.
 """
 
 import argparse
@@ -14,8 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -111,12 +115,21 @@ def measure(model: Path, overrides: list[str], scratch: Path) -> dict[str, Any]:
         sys.exit(f"{' '.join(command)}\n{done.stderr}")
     metrics = json.loads((scratch / "run" / "metrics.json").read_text())
     row = {"seconds": round(seconds, 1), "peak_memory_bytes": metrics["peak_memory_bytes"]}
+    row |= {name: round(metrics[name], 2) for name in ("load_s", "weight_bytes") if name in metrics}
     if promised := PROMISED.search(done.stderr):
         row["promised_s"] = int(promised[1].replace(",", ""))
     if kept := KEPT.search(done.stderr):
         shutil.rmtree(kept[1])
     shutil.rmtree(scratch)
     return row
+
+
+def measure_file(file: Path, is_kept: bool, scratch: Path) -> dict[str, Any]:
+    """Return the medians of three runs with a file in the page cache."""
+    overrides = [*FIRST_TOKEN, f"model.keep_packed={is_kept}"]
+    measure(file, overrides, scratch)  # reads the file, and makes the packed file
+    runs = [measure(file, overrides, scratch) for _ in range(3)]
+    return {"file_bytes": file.stat().st_size} | {name: median(run[name] for run in runs) for name in runs[0]}
 
 
 def main() -> None:
@@ -126,23 +139,31 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["1.1B", "7B"])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--files", nargs="+", type=Path, default=[], help="existing models, instead of sizes and rows")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     report: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
-    for size in args.sizes:
+    scratch = args.folder.resolve() / "scratch"
+
+    def add(row: str, measured: Callable[[], dict[str, Any]]) -> None:
+        if row not in report["rows"]:
+            report["rows"][row] = measured()
+            about = {
+                "what": " ".join((__doc__ or "").partition("\n\n")[0].split()),
+                "date": str(date.today()),
+                "environment": environment(),
+            }
+            write_atomically(args.results, [json.dumps(about | {"rows": report["rows"]}, indent=2) + "\n"])
+        print(f"{row}: {report['rows'][row]}", flush=True)
+
+    for file in args.files:
+        add(f"{file.name}, packed now", partial(measure_file, file.resolve(), False, scratch))
+        add(f"{file.name}, kept packed", partial(measure_file, file.resolve(), True, scratch))
+    for size in [] if args.files else args.sizes:
         model = args.folder.resolve() / size
         write_checkpoint(model, size)
         for name in args.rows:
-            row = f"{size}, {name}"
-            if row not in report["rows"]:
-                report["rows"][row] = measure(model, ROWS[name], args.folder.resolve() / "scratch")
-                about = {
-                    "what": (__doc__ or "").splitlines()[0],
-                    "date": str(date.today()),
-                    "environment": environment(),
-                }
-                write_atomically(args.results, [json.dumps(about | {"rows": report["rows"]}, indent=2) + "\n"])
-            print(f"{row}: {report['rows'][row]}", flush=True)
+            add(f"{size}, {name}", partial(measure, model, ROWS[name], scratch))
 
 
 if __name__ == "__main__":
