@@ -31,6 +31,14 @@ inline Floats load_float16(const uint16_t *at) {
   const auto *halves = reinterpret_cast<const __m128i *>(at);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
+// In each lane: a number of `even` in the lower half, the number of `odd` in the upper half.
+inline Ints interleave_halves(const uint16_t *even, const uint16_t *odd) {
+  const auto quarters = [](const uint16_t *at) {  // 0, 2, 1, 3
+    return _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)), 0xd8);
+  };
+  const __m256i a = quarters(even), b = quarters(odd);
+  return {_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)};
+}
 inline void store(float *at, Floats x) {
   _mm256_storeu_ps(at, x.low);
   _mm256_storeu_ps(at + 8, x.high);
@@ -49,12 +57,6 @@ inline void store_bytes(int8_t *at, Ints x) {
   _mm256_store_si256(reinterpret_cast<__m256i *>(wide), x.low);
   _mm256_store_si256(reinterpret_cast<__m256i *>(wide + 8), x.high);
   for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int8_t>(wide[lane]);
-}
-
-inline void store_bfloat16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
-  alignas(32) float wide[LANES];
-  store(wide, x);
-  for (int lane = 0; lane < LANES; ++lane) at[lane] = to_bfloat16(wide[lane]);
 }
 
 inline void store_float16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
@@ -126,6 +128,10 @@ inline __m256 round_to_bfloat16(__m256 x) {
   return _mm256_and_ps(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)), upper);
 }
 inline Floats round_to_bfloat16(Floats x) { return {round_to_bfloat16(x.low), round_to_bfloat16(x.high)}; }  // as to_bfloat16 does
+inline void store_bfloat16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
+  const Floats rounded = round_to_bfloat16(x);
+  store_halves(at, {_mm256_srli_epi32(_mm256_castps_si256(rounded.low), 16), _mm256_srli_epi32(_mm256_castps_si256(rounded.high), 16)});
+}
 
 inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));

@@ -13,6 +13,13 @@ inline Ints load(const uint8_t *at) { return _mm512_loadu_si512(at); }
 inline Ints load_bytes(const int8_t *at) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
 inline Ints load_halves(const uint16_t *at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
 inline Floats load_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
+// In each lane: a number of `even` in the lower half, the number of `odd` in the upper half.
+inline Ints interleave_halves(const uint16_t *even, const uint16_t *odd) {
+  alignas(64) static constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const auto both = [](const uint16_t *at) { return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); };
+  return _mm512_permutex2var_epi16(both(even), _mm512_load_si512(ORDER), both(odd));
+}
 inline void store(float *at, Floats x) { _mm512_storeu_ps(at, x); }
 inline void store(uint8_t *at, Ints x) { _mm512_storeu_si512(at, x); }
 inline void store_bfloat16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even; denormals become zero

@@ -47,35 +47,52 @@ Floats lane_numbers() {
   return load(NUMBERS);
 }
 
-// Converts the row's scores of keys first to first + 63 into weights. scratch.sums receives the sum of the weights.
-// scratch.rescale receives the logarithm of the factor by which the sums of earlier tiles are multiplied.
-void compute_row_weights(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
+// Scores of one row in a tile.
+using TileScores = Floats[VECTORS];
+
+void apply_options(const Rows &rows, int64_t row, int64_t first, TileScores &x) {
   const Call &call = rows.call;
-  float *scores = scratch.scores + row * TILE;
-  Floats x[VECTORS];
-  for (int64_t i = 0; i < VECTORS; ++i) {
-    x[i] = multiply(load(scores + i * LANES), splat(call.scale));
-    if (call.soft_cap != 0) x[i] = multiply(splat(call.soft_cap), tanh(divide(x[i], splat(call.soft_cap))));
+  for (Floats &scores : x) {
+    const int64_t i = &scores - x;
+    if (call.soft_cap != 0) scores = multiply(splat(call.soft_cap), tanh(divide(scores, splat(call.soft_cap))));
     if (call.slopes) {
       const Floats distance = add(lane_numbers(), splat(static_cast<float>(first + i * LANES - rows.position(row))));
-      x[i] = add(x[i], multiply(splat(call.slopes[rows.head(row)]), distance));
+      scores = add(scores, multiply(splat(call.slopes[rows.head(row)]), distance));
     }
   }
+}
+
+// Sets the scores of keys that the row does not attend to to minus infinity.
+void hide_keys(const Rows &rows, int64_t row, int64_t first, TileScores &x) {
   const int64_t begin = std::max<int64_t>(rows.begin(row) - first, 0), end = std::min(rows.end(row) - first, TILE);
-  if (begin > 0 || end < TILE) {
-    for (int64_t i = 0; i < VECTORS; ++i) store(scores + i * LANES, x[i]);
-    std::fill(scores, scores + begin, -INFINITE);
-    std::fill(scores + end, scores + TILE, -INFINITE);
-    for (int64_t i = 0; i < VECTORS; ++i) x[i] = load(scores + i * LANES);
-  }
+  if (begin <= 0 && end >= TILE) return;
+  float scores[TILE];
+  for (int64_t i = 0; i < VECTORS; ++i) store(scores + i * LANES, x[i]);
+  std::fill(scores, scores + begin, -INFINITE);
+  std::fill(scores + end, scores + TILE, -INFINITE);
+  for (int64_t i = 0; i < VECTORS; ++i) x[i] = load(scores + i * LANES);
+}
+
+// Converts the row's scores of keys first to first + 63 into weights. scratch.sums receives the sum of the weights.
+// scratch.rescale receives the logarithm of the factor by which the sums of earlier tiles are multiplied.
+template <bool BFLOAT16> void compute_row_weights(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
+  const Call &call = rows.call;
+  const float *scores = scratch.scores + row * TILE;
+  TileScores x;
+  UNROLL
+  for (int64_t i = 0; i < VECTORS; ++i) x[i] = multiply(load(scores + i * LANES), splat(call.scale));
+  if (call.soft_cap != 0 || call.slopes) apply_options(rows, row, first, x);
+  hide_keys(rows, row, first, x);
   Floats top = x[0];
+  UNROLL
   for (int64_t i = 1; i < VECTORS; ++i) top = larger(top, x[i]);
   const float before = partial.highest[row], highest = std::max(before, largest(top));
   Floats total = splat(0.0f);
+  UNROLL
   for (int64_t i = 0; i < VECTORS; ++i) {
     const Floats weight = exp(subtract(x[i], splat(highest)));
     total = add(total, weight);
-    if (call.keys.dtype == Dtype::bfloat16)
+    if (BFLOAT16)
       store_bfloat16(reinterpret_cast<uint16_t *>(scratch.weights) + row * TILE + i * LANES, weight);
     else
       store(reinterpret_cast<float *>(scratch.weights) + row * TILE + i * LANES, weight);
@@ -86,7 +103,11 @@ void compute_row_weights(const Rows &rows, int64_t row, int64_t first, Partial &
 }
 
 void compute_weights(const Rows &rows, int64_t first_row, int64_t last_row, int64_t first, Partial &partial, Scratch &scratch) {
-  for (int64_t row = first_row; row < last_row; ++row) compute_row_weights(rows, row, first, partial, scratch);
+  const bool is_half = rows.call.keys.dtype == Dtype::bfloat16;
+  for (int64_t row = first_row; row < last_row; ++row) {
+    scratch.prefetcher.step(PREFETCH_STEP);
+    (is_half ? compute_row_weights<true> : compute_row_weights<false>)(rows, row, first, partial, scratch);
+  }
   for (int64_t row = first_row / LANES * LANES; row < last_row; row += LANES) store(scratch.rescale + row, exp(load(scratch.rescale + row)));
   for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.rescale[row] + scratch.sums[row];
 }
@@ -107,7 +128,16 @@ void attend_row_by_row(const Rows &rows, int64_t a, int64_t b, int64_t first, co
   }
 }
 
-void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial &partial, Scratch &scratch) {
+// The first tile of some rows in a split.
+struct Place {
+  const Rows &rows;
+  int64_t split;
+
+  int64_t first() const { return std::max(split * SPLIT, rows.begin(0) / TILE * TILE); }
+};
+
+// `next` is the split that the thread computes next, or null.
+void attend_split(const Rows &rows, int64_t split, const Place *next, const uint8_t *query, Partial &partial, Scratch &scratch) {
   const Call &call = rows.call;
   const Dtype dtype = call.keys.dtype;
   const int64_t key_words = call.key_words(), width = call.value_width(), per_word = WORD_BYTES / call.element_bytes();
@@ -119,20 +149,27 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
   const Product attended{values, width / LANES, steps, steps * LANES, reinterpret_cast<const int32_t *>(scratch.weights), steps,
                          scratch.rescale, partial.values, width};
   TileHeight height;
-  for (int64_t first = std::max(split * SPLIT, rows.begin(0) / TILE * TILE); first < end; first += TILE) {
+  for (int64_t first = Place{rows, split}.first(); first < end; first += TILE) {
+    if (first + TILE < end)
+      scratch.prefetcher.plan(rows, first + TILE);
+    else if (next)
+      scratch.prefetcher.plan(next->rows, next->first());
     int64_t a = 0, b = rows.count;  // rows a to b - 1 attend to keys of the tile
     while (rows.end(a) <= first) ++a;
     while (rows.begin(b - 1) >= first + TILE) --b;
     gather_vectors(rows, call.keys, first, key_words, scratch);
-    pack_keys(scratch.addresses, scores.num_steps, key_words, keys);
+    pack_keys(scratch.addresses, scores.num_steps, key_words, keys, scratch.prefetcher);
     compute(dtype, scores, a, b, height);
     compute_weights(rows, a, b, first, partial, scratch);
     gather_vectors(rows, call.values, first, call.value_words(), scratch);
+    scratch.prefetcher.step(TILE / 4);
     pack_values(scratch.addresses, dtype, width / LANES, values);
+    scratch.prefetcher.step(TILE / 4);
     if (rows.attend_to_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
       compute(dtype, attended, a, b, height);
     else
       attend_row_by_row(rows, a, b, first, attended, values, scratch, height);
+    scratch.prefetcher.step(TILE);
   }
 }
 
@@ -206,18 +243,21 @@ int64_t list_items(const Call &call, std::vector<WorkItem> &items) {
   return floats;
 }
 
-void run_item(const WorkItem &item, float *partials, Scratch &scratch) {
+// `next` is the item that the thread computes next, or null.
+void run_item(const WorkItem &item, const WorkItem *next, float *partials, Scratch &scratch) {
   const Rows &rows = item.rows;
   const int64_t width = rows.call.value_width(), size = Partial::size(rows.count, width);
   const uint8_t *query = query_words(rows, scratch);
+  const Place next_place = next ? Place{next->rows, next->split < 0 ? next->rows.first_split() : next->split} : Place{rows, 0};
   if (item.split >= 0) {
     Partial partial = Partial::empty(partials + item.partial_offset, rows.count, width);
-    return attend_split(rows, item.split, query, partial, scratch);
+    return attend_split(rows, item.split, next ? &next_place : nullptr, query, partial, scratch);
   }
   Partial total = Partial::empty(aligned_buffer(scratch.total, size), rows.count, width);
   for (int64_t split = rows.first_split(); split < rows.end_split(); ++split) {
     Partial partial = Partial::empty(aligned_buffer(scratch.partial, size), rows.count, width);
-    attend_split(rows, split, query, partial, scratch);
+    const Place later{rows, split + 1};
+    attend_split(rows, split, split + 1 < rows.end_split() ? &later : next ? &next_place : nullptr, query, partial, scratch);
     join(partial, rows.count, width, total);
   }
   write_out(rows, total, scratch);
@@ -251,7 +291,7 @@ OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const Pa
   const WorkItem *const first_item = items.data();  // of the calling thread
   parallel_for(num_chunks, [&](int64_t chunk) {
     for (int64_t i = chunk * num_items / num_chunks; i < (chunk + 1) * num_items / num_chunks; ++i)
-      run_item(first_item[i], partials, scratch_of_thread);
+      run_item(first_item[i], i + 1 < num_items ? first_item + i + 1 : nullptr, partials, scratch_of_thread);
   });
   if (num_floats == 0) return;
   parallel_for(num_chunks, [&](int64_t chunk) {

@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t TILE = LANES * VECTORS;  // keys
 constexpr int64_t SPLIT = 4 * TILE;        // keys
 constexpr int64_t MAX_ROWS = 64;
+constexpr int64_t PREFETCH_STEP = 2;  // vectors
 
 struct Call {
   const void *query;  // [T, H, D]
@@ -61,8 +62,51 @@ struct Rows {
   }
 };
 
+// Calls work(token, vector number) for the vectors of a sequence's tokens first to last - 1 in the cache, block by
+// block.
+template <class Work> void for_each_vector(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t last, Work &&work) {
+  for (int64_t token = first; token < last;) {
+    const int64_t block = token / cache.block_size, end = std::min((block + 1) * cache.block_size, last);
+    int64_t index = cache.index(rows.table()[block] * cache.block_size + token % cache.block_size, rows.group);
+    for (; token < end; ++token, index += cache.num_heads) work(token, index);
+  }
+}
+
+// Prefetches the keys and values of the tile that a thread computes next into the second-level cache. The requests are
+// spread over the work on the current tile, because a core has only a few dozen outstanding reads.
+class Prefetcher {
+  const Call *call = nullptr;
+  int64_t vectors[TILE], next = 0, count = 0;
+
+  // Assembly, because g++ takes a function that only prefetches for one without effects, and removes its calls.
+  static void prefetch(const uint8_t *at, int64_t bytes) {
+    for (const uint8_t *line = at; line < at + bytes; line += 64) asm volatile("prefetcht1 %0" : : "m"(*line));
+  }
+  static void prefetch_vector(const PagedVectors &cache, int64_t index) {
+    prefetch(cache.stored + index * cache.stored_bytes(), cache.stored_bytes());
+    const int64_t bytes = cache.scales_size * (cache.format == KVFormat::int4 ? 2 : 4);
+    if (bytes) prefetch(static_cast<const uint8_t *>(cache.scales) + index * bytes, bytes);
+  }
+
+public:
+  // Plans the tile of keys `first` to first + 63.
+  void plan(const Rows &rows, int64_t first) {
+    call = &rows.call;
+    next = count = 0;
+    for_each_vector(rows, call->keys, first, std::min(first + TILE, rows.length()), [&](int64_t, int64_t index) { vectors[count++] = index; });
+  }
+  // Prefetches the next vectors of the plan.
+  void step(int64_t num_vectors) {
+    for (const int64_t end = std::min(next + num_vectors, count); next < end; ++next) {
+      prefetch_vector(call->keys, vectors[next]);
+      prefetch_vector(call->values, vectors[next]);
+    }
+  }
+};
+
 // Buffers of a thread, reused by later calls.
 struct Scratch {
+  Prefetcher prefetcher;
   std::vector<uint8_t> query, vectors, keys, values, zeros;
   std::vector<float> total, partial, floats;
   alignas(64) float scores[MAX_ROWS * TILE], rescale[MAX_ROWS] = {}, sums[MAX_ROWS];
@@ -115,30 +159,15 @@ void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t 
   }
 }
 
-// Calls work(token, vector number) for the vectors of a sequence's tokens first to last - 1 in the cache, block by
-// block.
-template <class Work> void for_each_vector(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t last, Work &&work) {
-  for (int64_t token = first; token < last;) {
-    const int64_t block = token / cache.block_size, end = std::min((block + 1) * cache.block_size, last);
-    int64_t index = cache.index(rows.table()[block] * cache.block_size + token % cache.block_size, rows.group);
-    for (; token < end; ++token, index += cache.num_heads) work(token, index);
-  }
-}
-
 // Sets scratch.addresses to the addresses of the vectors of keys first to first + 63: in the cache if it stores words,
 // else in copies. Bytes that are read past a vector in the cache enter no product. Vectors after the sequence's end are
-// zeros. The vectors of the next tile are prefetched: this makes decode over 4,096 tokens of 128 channels 1.15 to 1.28
-// times as fast.
+// zeros.
 void gather_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
   const int64_t last = std::min(first + TILE, rows.length()), bytes = words * WORD_BYTES, stored_bytes = cache.stored_bytes();
   const int64_t vector_bytes = cache.channels * (cache.dtype == Dtype::bfloat16 ? 2 : 4);
   const bool readable = vector_bytes % VECTOR_BYTES == 0 || (vector_bytes % WORD_BYTES == 0 && cache.has_margin);
   const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && readable;
   uint8_t *copies = aligned_buffer(scratch.vectors, (TILE + 1) * bytes);
-  for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, int64_t later) {
-    const auto *at = reinterpret_cast<const char *>(cache.stored + later * stored_bytes);
-    for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(at + byte, _MM_HINT_T0);
-  });
   if (last - first < TILE) std::memset(copies + TILE * bytes, 0, bytes);
   std::fill(scratch.addresses + (last - first), scratch.addresses + TILE, copies + TILE * bytes);
   if (in_place)
@@ -147,15 +176,17 @@ void gather_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, 
   float *x = aligned_buffer(scratch.floats, std::max(2 * words, decoded_size(cache)));
   for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) {
     uint8_t *copy = copies + (token - first) * bytes;
+    if (token % 8 == 0) scratch.prefetcher.step(1);
     copy_words(cache, index, rows.group, words, x, copy);
     scratch.addresses[token - first] = copy;
   });
 }
 
 // Packs keys as [64 / 16, words, 16 keys]. Words from `num_words` on are after the end of the vectors; they are 0.
-void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8_t *tiles) {
+void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8_t *tiles, Prefetcher &prefetcher) {
   for (int64_t tile = 0; tile < VECTORS; ++tile)
     for (int64_t word = 0; word < words; word += LANES) {
+      prefetcher.step(PREFETCH_STEP);
       Ints block[LANES];
       UNROLL
       for (int64_t i = 0; i < LANES; ++i) block[i] = load(at[tile * LANES + i] + word * WORD_BYTES);
@@ -176,7 +207,7 @@ void pack_values(const uint8_t *const *at, Dtype dtype, int64_t num_tiles, uint8
     for (int64_t key = 0; key < TILE; key += 2) {
       const auto *even = reinterpret_cast<const uint16_t *>(at[key]) + tile * LANES;
       const auto *odd = reinterpret_cast<const uint16_t *>(at[key + 1]) + tile * LANES;
-      store(tiles + (tile * TILE + key) / 2 * VECTOR_BYTES, add(load_halves(even), shift_left<16>(load_halves(odd))));
+      store(tiles + (tile * TILE + key) / 2 * VECTOR_BYTES, interleave_halves(even, odd));
     }
 }
 
