@@ -206,8 +206,9 @@ GOVERNING = {
 GOVERNING |= {"shared_bytes", "shared_slot_bytes", "shared_abort", "shared_aborted"}
 BETWEEN_RANKS = {"shared_gather", "shared_owned_rows"}  # test_shared_memory.py replays it in several processes
 OF_TORCH = {"torch_add", "torch_convert", "torch_copy", "torch_scale"}  # these repeat torch's operators, below
-OUTSIDE_OF_STEPS = {"draw", "mask_logits", "count_upper_bytes", "compress", "decompress", "check_factors", "pack_blocks"}
+OUTSIDE_OF_STEPS = {"draw", "mask_logits", "count_upper_bytes", "compress", "decompress"}
 OUTSIDE_OF_STEPS |= {"accumulate_product", "round_channels", "fit_scales"}  # of calibration and loading
+OUTSIDE_OF_STEPS |= {"check_factors", "pack_blocks"}  # of loading
 
 
 def test_all_but_what_governs_is_recorded() -> None:
