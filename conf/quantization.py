@@ -180,7 +180,7 @@ class QuantConfig:
     """One scale per weight instead of one per output channel (fp8)."""
     activations: Activations = option(Activations.none, choices_by=("scheme", ACTIVATIONS))
     block_activations: BlockActivations = BlockActivations.int8
-    """Activations of weights in llama.cpp's blocks (a GGUF file, or a block scheme), which `activations` leaves alone."""
+    """Format of the activations that multiply weights in llama.cpp's blocks. `activations` is for all other weights."""
     smooth: SmoothConfig = option(factory=SmoothConfig, only_with=_SMOOTHED)
     shift: bool = option(False, only_with=_SMOOTHED)
     """Centre the range of each activation channel at 0 first (Outlier Suppression+, arXiv 2304.09145)."""

@@ -276,8 +276,8 @@ def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight, t
         layer.untie(method)
 
 
-def make_block_activations(model: CausalLM, choice: BlockActivations) -> None:
-    """Make layers in blocks round their activations to int8, unless `choice` is none.
+def set_block_activations(model: CausalLM, choice: BlockActivations) -> None:
+    """Set the format of the activations of all layers in blocks.
 
     Raises UserError for none if no layer is in blocks.
     """

@@ -23,11 +23,11 @@ from quantization.layouts.base import StoredQuantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
 from quantization.plan import (
     make_activations_auto,
-    make_block_activations,
     place_stored_embedding,
     place_stored_layers,
     plan,
     quantize_while_loading,
+    set_block_activations,
 )
 
 
@@ -48,7 +48,7 @@ def choose_layer_formats(
 
             importance = read_importance(config.imatrix, model, checkpoint_config.require("model_type", str))
         quantize_while_loading(model, config, importance)
-    make_block_activations(model, config.block_activations)
+    set_block_activations(model, config.block_activations)
     if config.activations is Activations.auto:
         make_activations_auto(model)
 

@@ -23,12 +23,8 @@ from pipelines.jobs.output_folder import kept_folder
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, sha256_of
 from pipelines.loading.model_plan import ModelPlan
 
-UNPACKED = {
-    "block_activations",
-    "kv_cache",
-    "probe",
-    "probe_kl",
-}  # settings of `quant` that do not change the packed weights
+# settings of `quant` that do not change the packed weights
+UNPACKED = {"block_activations", "kv_cache", "probe", "probe_kl"}
 
 log = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ def _types(files: list[WeightFile]) -> dict[str, str]:
 class GGUFWeight:
     """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them.
 
-    The model holds the blocks, or their codes and scales.
+    With `keeps_blocks` the model holds the blocks, else their codes and scales.
     """
 
     kind: str

@@ -295,8 +295,8 @@ void require_blocks(const Format &format, int64_t num_tiles, int64_t num_inputs,
 }
 
 // Returns a weight [N, K], in the layout of float_weight.py for floats of `type`, of int_weight.py or of
-// block_weight.py. Raises Refused if a kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the
-// index of the weight if they are lists.
+// block_weight.py. Raises Refused if a kernel would read out of bounds. Its properties are the arguments
+// PREFIX_num_outputs and so on; `number` is the index of the weight if they are lists.
 Packed packed(Step &step, Type type, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
     const Json &value = step[prefix + name];
