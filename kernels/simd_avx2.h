@@ -167,13 +167,21 @@ inline Ints dot_bytes(Ints sum, const Shorts &bytes, const Shorts &x) {  // modu
           dot_shorts(dot_shorts(sum.high, bytes.even.high, x.even.high), bytes.odd.high, x.odd.high)};
 }
 
-// A run of dot products of int8 with codes of at most six bits: begin_run, dot_codes for at most
-// steps_of_run(bits) steps, end_run. A run adds in 16 bits, which hold two products a step without saturation.
-constexpr int steps_of_run(int bits) { return 32767 / (2 * 128 * ((1 << bits) - 1)); }
-inline Ints begin_run(Ints) { return splat(0); }
-inline __m256i dot_codes(__m256i run, __m256i codes, __m256i x) { return _mm256_add_epi16(run, _mm256_maddubs_epi16(codes, x)); }
-inline Ints dot_codes(Ints run, Ints codes, Ints x) { return {dot_codes(run.low, codes.low, x.low), dot_codes(run.high, codes.high, x.high)}; }
-inline Ints end_run(Ints sum, Ints run) {
+// A run of dot products of int8 with codes of BITS bits: begin_run, dot_codes for at most steps_of_run(BITS) steps,
+// end_run. With up to six bits a run adds in 16 bits, which hold two products a step without saturation. Codes of eight bits
+// have the offset 128, which a run takes off itself: 16 bits hold two products of numbers between -127 and 127.
+constexpr int steps_of_run(int bits) { return bits == 8 ? 1 << 20 : 32767 / (2 * 128 * ((1 << bits) - 1)); }
+template <int BITS> inline Ints begin_run(Ints) { return splat(0); }
+template <int BITS> inline __m256i dot_codes(__m256i run, __m256i codes, __m256i x) {
+  if constexpr (BITS < 8) return _mm256_add_epi16(run, _mm256_maddubs_epi16(codes, x));
+  const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+  return dot_shorts(run, _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred)), _mm256_set1_epi16(1));
+}
+template <int BITS> inline Ints dot_codes(Ints run, Ints codes, Ints x) {
+  return {dot_codes<BITS>(run.low, codes.low, x.low), dot_codes<BITS>(run.high, codes.high, x.high)};
+}
+template <int BITS> inline Ints end_run(Ints sum, Ints run) {
+  if constexpr (BITS == 8) return run;
   const __m256i ones = _mm256_set1_epi16(1);
   return {dot_shorts(sum.low, run.low, ones), dot_shorts(sum.high, run.high, ones)};
 }

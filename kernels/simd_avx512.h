@@ -80,12 +80,11 @@ inline Ints splat_step(const int32_t *words) { return splat(*words); }
 inline Ints factors_of(Ints bytes) { return bytes; }
 inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }  // modulo 2^32
 
-// A run of dot products of int8 with codes of at most six bits: begin_run, dot_codes for at most steps_of_run(bits)
-// steps, end_run.
+// A run of dot products of int8 with codes of BITS bits: begin_run, dot_codes for at most steps_of_run(BITS) steps, end_run.
 constexpr int steps_of_run(int) { return 1 << 20; }
-inline Ints begin_run(Ints sum) { return sum; }
-inline Ints dot_codes(Ints run, Ints codes, Ints x) { return _mm512_dpbusd_epi32(run, codes, x); }
-inline Ints end_run(Ints, Ints run) { return run; }
+template <int> inline Ints begin_run(Ints sum) { return sum; }
+template <int> inline Ints dot_codes(Ints run, Ints codes, Ints x) { return _mm512_dpbusd_epi32(run, codes, x); }
+template <int> inline Ints end_run(Ints, Ints run) { return run; }
 
 // In each lane: sum plus the dot product of two pairs of bfloat16. The instruction treats denormals as zero.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }

@@ -28,9 +28,8 @@ struct Sources {
   const int32_t *x_sums;
 };
 
-// Whether products are added in runs (`begin_run` in simd_*.h), which read one word of a row in a step.
-template <class Kind, int LIMBS> constexpr bool IN_RUNS = LIMBS == 1 && Kind::byte_bits <= 6;
-template <class Kind, int LIMBS> constexpr int WORDS = IN_RUNS<Kind, LIMBS> ? 1 : step_words(LIMBS);
+// Rows of int8 are added in runs (`begin_run` in simd_*.h), which read one word of a row in a step.
+template <int LIMBS> constexpr int WORDS = LIMBS == 1 ? 1 : step_words(LIMBS);
 
 // The codes of the group that begins at step `first` of a unit; tiles are tile_bytes apart.
 template <class Kind> struct GroupCodes {
@@ -60,7 +59,7 @@ template <class Kind, int ROWS, int TILES, int SUMS>
   }
 }
 
-// The same for rows of int8 in one word a step.
+// The same for rows of int8.
 template <class Kind, int ROWS, int TILES>
 [[gnu::always_inline]] inline void add_group_in_runs(const GroupCodes<Kind> &codes, const int32_t *x, Ints (&sums)[ROWS][TILES][1]) {
   constexpr int STEPS = Kind::group / STEP, RUN = std::min(steps_of_run(Kind::byte_bits), STEPS);
@@ -70,7 +69,7 @@ template <class Kind, int ROWS, int TILES>
     UNROLL
     for (int row = 0; row < ROWS; ++row)
       UNROLL
-      for (int t = 0; t < TILES; ++t) run[row][t] = begin_run(sums[row][t][0]);
+      for (int t = 0; t < TILES; ++t) run[row][t] = begin_run<Kind::byte_bits>(sums[row][t][0]);
     UNROLL
     for (int step = begin; step < begin + RUN; ++step) {
       Ints w[TILES];
@@ -80,13 +79,13 @@ template <class Kind, int ROWS, int TILES>
       for (int row = 0; row < ROWS; ++row) {
         const Ints x_step = splat(x[step * ROWS + row]);
         UNROLL
-        for (int t = 0; t < TILES; ++t) run[row][t] = dot_codes(run[row][t], w[t], x_step);
+        for (int t = 0; t < TILES; ++t) run[row][t] = dot_codes<Kind::byte_bits>(run[row][t], w[t], x_step);
       }
     }
     UNROLL
     for (int row = 0; row < ROWS; ++row)
       UNROLL
-      for (int t = 0; t < TILES; ++t) sums[row][t][0] = end_run(sums[row][t][0], run[row][t]);
+      for (int t = 0; t < TILES; ++t) sums[row][t][0] = end_run<Kind::byte_bits>(sums[row][t][0], run[row][t]);
   }
 }
 
@@ -124,7 +123,7 @@ template <class Kind, int LIMBS, int ROWS, int TILES> [[gnu::noinline]] void mul
             if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
           }
         const GroupCodes<Kind> codes{unit, from.tile_bytes, group * GROUP_STEPS};
-        if constexpr (IN_RUNS<Kind, LIMBS>)
+        if constexpr (LIMBS == 1)
           add_group_in_runs(codes, from.x_words, sums);
         else
           add_group(codes, from.x_words, sums);
@@ -142,7 +141,7 @@ template <class Kind, int LIMBS, int ROWS, int TILES> [[gnu::noinline]] void mul
               totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, expanded[t], index, 1), totals[row][t]);
           }
         }
-        from.x_words += GROUP_STEPS * ROWS * WORDS<Kind, LIMBS>;
+        from.x_words += GROUP_STEPS * ROWS * WORDS<LIMBS>;
         from.x_scales += ROWS, from.x_sums += ROWS;
       }
     }
@@ -156,7 +155,7 @@ template <class Kind, int LIMBS, int ROWS, int TILES> [[gnu::noinline]] void mul
 // Rows as fixed point, and their weights.
 template <class Kind, int LIMBS> struct Job {
   Product product;
-  Activations<LIMBS, WORDS<Kind, LIMBS>> activations;
+  Activations<LIMBS, WORDS<LIMBS>> activations;
 
   explicit Job(const Product &of)
       : product(of), activations{of.rows.num_rows, of.rows.num_inputs, Kind::group, of.rows.num_inputs / STEP, Kind::offset} {}
