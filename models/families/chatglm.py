@@ -8,6 +8,7 @@ the tokens before <sop>, so a prompt is computed in one step. Module names match
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +82,15 @@ def read_config(config: ConfigReader) -> ChatGLMConfig:
     )
 
 
-@dataclass(frozen=True)
-class Angles:
-    """cos and sin of both positions of a token, [T, D/4] each."""
+class StepInputs(NamedTuple):
+    """The tensors of a step that all layers share."""
 
     place: tuple[Tensor, Tensor]
+    """cos and sin of each token's place, [T, D/4] each."""
     block: tuple[Tensor, Tensor]
+    """The same of its block position."""
+    prefix_lengths: Tensor
+    """[S] the cache indices that all tokens attend to: the soft prefix and the text."""
 
 
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -101,18 +105,15 @@ def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class RotaryEmbedding2D:
-    """Computes the angles of both positions. It is not a module: it has no weights, and its table stays float32."""
+    """Computes the angles of a position. It is not a module: it has no weights, and its table stays float32."""
 
     def __init__(self, c: ChatGLMConfig) -> None:
         size = c.head_dim // 2
         exact = 1.0 / (10000 ** (torch.arange(0, size, 2, device="cpu").float() / size))  # [D/4]
         self._frequencies = Constant(exact.half().float())  # rounded as in the original code, in any dtype
 
-    def angles(self, batch: Batch, dtype: torch.dtype) -> Angles:
-        place, block = positions_2d(batch)
-        return Angles(self._turn(place, dtype), self._turn(block, dtype))
-
-    def _turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, D/4] of positions [T]."""
         angles = positions[:, None].float() * self._frequencies.on(positions.device)  # [T, D/4]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -128,20 +129,19 @@ class Attention(Module):
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
         self.dense = Linear(c.hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, inputs: StepInputs, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x, batch).unflatten(-1, (-1, 3 * self.head_dim))  # [T, H, 3D]
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
-        query, key = self._rope(query, angles), self._rope(key, angles)
+        query, key = self._rope(query, inputs), self._rope(key, inputs)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
-        seen_by_all = batch.origins + batch.prompt_features[:, 0]  # [S] the soft prefix and the text
         kv_store(key, value, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.coefficient, prefix_lengths=seen_by_all)
+        attended = attend(query, cache, batch, self.coefficient, prefix_lengths=inputs.prefix_lengths)
         return self.dense(attended, batch)
 
-    def _rope(self, x: Tensor, angles: Angles) -> Tensor:
+    def _rope(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """Rotate the first half of every head by the place, and the second half by the block position."""
         first, second = x.chunk(2, dim=-1)  # [T, H, D/2]
-        return torch.cat((rope(first, *angles.place), rope(second, *angles.block)), dim=-1)
+        return torch.cat((rope(first, *inputs.place), rope(second, *inputs.block)), dim=-1)
 
 
 class MLP(Module):
@@ -162,9 +162,9 @@ class GLMBlock(Module):
         self.post_attention_layernorm = LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.mlp = MLP(c)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, inputs: StepInputs, batch: Batch, cache: LayerCache) -> Tensor:
         x = self.input_layernorm(x)  # the residual stream continues from the normed state
-        x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
+        x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, inputs, batch, cache)
         x = self.post_attention_layernorm(x)
         return x * RESIDUAL_SCALE + self.mlp(x, batch)
 
@@ -209,5 +209,6 @@ class ChatGLM(CausalLM):
             "ChatGLM-6B needs its prompts to be text, [gMASK], <sop>"
         )
 
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
-        return (self.rotary.angles(batch, dtype),)
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[StepInputs]:
+        place, block = (self.rotary.angles(positions, dtype) for positions in positions_2d(batch))
+        return (StepInputs(place, block, batch.origins + batch.prompt_features[:, 0]),)

@@ -4,6 +4,7 @@ T tokens, H query heads, D channels per head.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from models.layers.mlp import MLP
 from models.layers.rotary import Angles, RotaryConfig, read_rotary_config
 from models.layers.sliding_window import read_window
 
-MOST_STEPS = 2**16  # the maximum size of each layer's table of query factors; the published model has 17 entries
+MOST_STEPS = 2**16  # the maximum size of the table of query factors; the published model has 17 entries
 
 
 @dataclass(frozen=True)
@@ -65,28 +66,40 @@ def _scaling(config: ConfigReader) -> ConfigReader:
     return section
 
 
-class Attention(decoder.Attention):
-    def __init__(self, c: Ministral3Config) -> None:
-        super().__init__(c, c.sliding_window)
-        self.query_length = c.query_length
-        steps = torch.arange(1, c.context_length // c.query_length + 2, device="cpu").float()
-        # A table, because torch's log of a number can depend on its index in a tensor.
-        self._factors = Constant(1 + c.query_beta * steps.log())
+class StepInputs(NamedTuple):
+    """The tensors of a step that all layers share."""
 
+    angles: Angles
+    query_factors: Tensor
+    """[T, 1, 1] in the model's dtype."""
+
+
+class Attention(decoder.Attention):
     def turn_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        query = super().turn_and_store(query, key, value, angles, batch, cache)
-        factors = self._factors.on(query.device)[batch.positions // self.query_length]  # [T]
-        return query * factors.to(query.dtype)[:, None, None]
+        factors: Tensor = inputs.query_factors
+        return super().turn_and_store(query, key, value, inputs.angles, batch, cache) * factors
 
 
 class Ministral3(DecoderLM):
+    config: Ministral3Config
+
     def __init__(self, c: Ministral3Config) -> None:
         super().__init__(
             c,
             (
-                DecoderLayer(c, Attention(c), MLP(c.hidden_size, c.intermediate_size))
+                DecoderLayer(c, Attention(c, c.sliding_window), MLP(c.hidden_size, c.intermediate_size))
                 for _ in range(c.num_hidden_layers)
             ),
         )
+        steps = torch.arange(1, c.context_length // c.query_length + 2, device="cpu").float()
+        # A table, because torch's log of a number can depend on its index in a tensor.
+        self._query_factors = Constant(1 + c.query_beta * steps.log())
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
+        (angles,) = super().layer_inputs(batch, dtype)
+        assert angles is not None
+        positions = batch.positions // self.config.query_length
+        factors = self._query_factors.on(positions.device)[positions]  # [T]
+        return (StepInputs(angles, factors.to(dtype)[:, None, None]),)

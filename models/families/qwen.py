@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +97,14 @@ def read_config(config: ConfigReader) -> QwenConfig:
 LONGEST_PROMPT = 2**31  # an upper bound of the tables, independent of the config
 
 
+class StepInputs(NamedTuple):
+    """The tensors of a step that all layers share."""
+
+    angles: Angles
+    query_scales: Tensor | None
+    """[T, 1, 1] in the model's dtype. None: queries are not scaled."""
+
+
 class Rotary:
     """Computes cos and sin of each token's angles.
 
@@ -141,7 +150,6 @@ class Attention(Module):
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
-        self.logn_length = c.seq_length if c.use_logn_attn else None
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
@@ -150,12 +158,11 @@ class Attention(Module):
         """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return [self.c_attn]
 
-    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, inputs: StepInputs, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
-        query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
-        if self.logn_length is not None:
-            places = batch.positions + batch.origins[batch.owners]
-            query = query * logn_scales(places, self.logn_length).to(query.dtype)[:, None, None]
+        query = rope_and_store(query, key, value, *inputs.angles, *cache, batch.slots)
+        if inputs.query_scales is not None:
+            query = query * inputs.query_scales
         return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 
@@ -171,6 +178,7 @@ class Block(DecoderLayer):
 
 
 class Qwen(PreNormLM):
+    config: QwenConfig
     layout = ModelLayout(
         embedding="transformer.wte",
         layers="transformer.h",
@@ -184,3 +192,11 @@ class Qwen(PreNormLM):
 
     def __init__(self, c: QwenConfig) -> None:
         super().__init__(c, (Block(c) for _ in range(c.num_hidden_layers)), Rotary(c))
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
+        (angles,) = super().layer_inputs(batch, dtype)
+        assert angles is not None
+        if not self.config.use_logn_attn:
+            return (StepInputs(angles, None),)
+        places = batch.positions + batch.origins[batch.owners]
+        return (StepInputs(angles, logn_scales(places, self.config.seq_length).to(dtype)[:, None, None]),)
