@@ -162,14 +162,15 @@ inline Shorts factors_of(Ints bytes) {
           {_mm256_srli_epi16(bytes.low, 8), _mm256_srli_epi16(bytes.high, 8)}};
 }
 inline __m256i dot_shorts(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline Ints dot_shorts(Ints sum, Ints a, Ints b) { return {dot_shorts(sum.low, a.low, b.low), dot_shorts(sum.high, a.high, b.high)}; }
 inline Ints dot_bytes(Ints sum, const Shorts &bytes, const Shorts &x) {  // modulo 2^32
-  return {dot_shorts(dot_shorts(sum.low, bytes.even.low, x.even.low), bytes.odd.low, x.odd.low),
-          dot_shorts(dot_shorts(sum.high, bytes.even.high, x.even.high), bytes.odd.high, x.odd.high)};
+  return dot_shorts(dot_shorts(sum, bytes.even, x.even), bytes.odd, x.odd);
 }
 
 // A run of dot products of int8 with codes of BITS bits: begin_run, dot_codes for at most steps_of_run(BITS) steps,
-// end_run. With up to six bits a run adds in 16 bits, which hold two products a step without saturation. Codes of eight bits
-// have the offset 128, which a run takes off itself: 16 bits hold two products of numbers between -127 and 127.
+// end_run. With up to six bits a run adds in 16 bits, which hold two products a step without saturation. Codes of eight
+// bits have the offset 128, which dot_codes subtracts: 16 bits hold two products of numbers between -128 and 127 by
+// numbers between -127 and 127.
 constexpr int steps_of_run(int bits) { return bits == 8 ? 1 << 20 : 32767 / (2 * 128 * ((1 << bits) - 1)); }
 template <int BITS> inline Ints begin_run(Ints) { return splat(0); }
 template <int BITS> inline __m256i dot_codes(__m256i run, __m256i codes, __m256i x) {
@@ -180,11 +181,7 @@ template <int BITS> inline __m256i dot_codes(__m256i run, __m256i codes, __m256i
 template <int BITS> inline Ints dot_codes(Ints run, Ints codes, Ints x) {
   return {dot_codes<BITS>(run.low, codes.low, x.low), dot_codes<BITS>(run.high, codes.high, x.high)};
 }
-template <int BITS> inline Ints end_run(Ints sum, Ints run) {
-  if constexpr (BITS == 8) return run;
-  const __m256i ones = _mm256_set1_epi16(1);
-  return {dot_shorts(sum.low, run.low, ones), dot_shorts(sum.high, run.high, ones)};
-}
+template <int BITS> inline Ints end_run(Ints sum, Ints run) { return BITS == 8 ? run : dot_shorts(sum, run, splat(0x00010001)); }
 
 // In each lane: sum plus the dot product of two pairs of bfloat16.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {

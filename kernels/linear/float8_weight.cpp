@@ -5,8 +5,8 @@
 // one rounding each. So the bits of a row depend neither on other rows nor on how threads share the work.
 #include <vector>
 
-#include "../aligned_buffer.h"
 #include "../tiles.h"
+#include "expanded.h"
 #include "float8.h"
 #include "products.h"
 
@@ -31,10 +31,11 @@ template <bool IN_PAIRS> struct Job {
   int64_t group_vectors() const { return divide_up(group_size, INPUTS_OF_VECTOR); }
   int64_t num_vectors() const { return num_groups() * group_vectors(); }
   int64_t tile_bytes() const { return num_vectors() * VECTOR_BYTES; }
-  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
+  bool expands() const { return CAN_EXPAND && !IN_PAIRS && rows().num_rows >= ROWS_TO_EXPAND; }
+  int64_t tiles_of_chunk() const { return expands() ? TILES_OF_EXPANSION : TILES_OF_CHUNK; }
   int64_t num_panels() const { return divide_up(rows().num_rows, MAX_ROWS); }
   int64_t num_fills() const { return num_panels(); }
-  int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
+  int64_t panels_of_chunk() const { return expands() ? panels_per_expansion(num_panels()) : PANELS_PER_CHUNK; }
   int64_t height() const { return divide_up(rows().num_rows, std::max<int64_t>(num_panels(), 1)); }
   int64_t height(int64_t panel) const { return std::min(height(), rows().num_rows - panel * height()); }
   int64_t inputs_bytes() const { return num_vectors() * INPUTS_OF_VECTOR * INPUT_BYTES<IN_PAIRS>; }  // of a row
@@ -47,7 +48,10 @@ template <bool IN_PAIRS> struct Job {
 
 // Reads numbers `first` to `first` + count - 1 of all rows in the format of a panel.
 template <bool IN_PAIRS> void read_inputs(const Rows &rows, int64_t first, int64_t count, void *to) {
-  if constexpr (!IN_PAIRS) {
+  if (!IN_PAIRS && rows.scales) {
+    for (int64_t i = 0; i < count; ++i)
+      static_cast<float *>(to)[i] = from_bfloat16(BFLOAT16_OF_FLOAT8[static_cast<const uint8_t *>(rows.x)[first + i]]);
+  } else if constexpr (!IN_PAIRS) {
     read_floats(rows.x, rows.dtype, first, count, static_cast<float *>(to));
   } else if (rows.scales) {
     for (int64_t i = 0; i < count; ++i) static_cast<uint16_t *>(to)[i] = BFLOAT16_OF_FLOAT8[static_cast<const uint8_t *>(rows.x)[first + i]];
@@ -201,10 +205,63 @@ template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job,
                            });
 }
 
+// Expands vectors of codes to float32 [num_inputs, 16].
+void expand_block(const uint8_t *codes, int64_t num_inputs, float *block) {
+  const Float8Tables tables;
+  for (int64_t input = 0; input < num_inputs; input += INPUTS_OF_VECTOR, codes += VECTOR_BYTES) {
+    Ints steps[2];
+    expand(tables, load(codes), steps);
+    for (const Ints step : steps) {
+      store(block, as_floats(shift_left<16>(step))), store(block + LANES, as_floats(bit_and(step, splat(-65536))));
+      block += 2 * LANES;
+    }
+  }
+}
+
+// results [num_rows, 16] += the scaled sums of a group.
+void scale_sums(const float *sums, int64_t num_rows, const float *scales, const float *x_scales, float *results) {
+  const Floats scale = load(scales);
+  for (int64_t row = 0; row < num_rows; ++row, sums += LANES, results += LANES)
+    store(results, multiply_add(load(sums), ::multiply(scale, splat(x_scales[row])), load(results)));
+}
+
+// Multiplies the item's rows by its tiles of a weight: results [tiles, rows, 16]. The same bits as `dot`.
+template <class Job> void multiply_expanded(const Job &job, const WorkItem &item, const Weight &weight, float *results) {
+  thread_local std::vector<float> block_memory, sums_memory;
+  const int64_t num_tiles = item.last_tile - item.first_tile, first_row = item.first_panel * job.height(), num_groups = job.num_groups();
+  const int64_t num_rows = std::min(item.last_panel * job.height(), job.rows().num_rows) - first_row, size = num_tiles * num_rows * LANES;
+  float *const block = aligned_buffer(block_memory, INPUTS_OF_BLOCK * LANES), *const sums = aligned_buffer(sums_memory, size);
+  const auto *scales = reinterpret_cast<const float *>(weight.memory + item.out->num_tiles() * job.tile_bytes());
+  const int64_t group_inputs = job.group_vectors() * INPUTS_OF_VECTOR;
+  std::fill_n(results, size, 0.0f);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    std::fill_n(sums, size, 0.0f);
+    for (int64_t begin = 0; begin < group_inputs; begin += INPUTS_OF_BLOCK) {
+      const int64_t first = group * group_inputs + begin, count = std::min(INPUTS_OF_BLOCK, group_inputs - begin);
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t number = item.first_tile + tile;
+        expand_block(weight.memory + number * job.tile_bytes() + first * VECTOR_BYTES / INPUTS_OF_VECTOR, count, block);
+        for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel) {
+          const int64_t height = job.height(panel), at = (tile * num_rows + panel * job.height() - first_row) * LANES;
+          add_products(height, reinterpret_cast<const float *>(job.inputs(panel)) + first * height, block, count, sums + at);
+          if (begin + count == group_inputs)
+            scale_sums(sums + at, height, scales + (number * num_groups + group) * LANES, job.scales(panel) + group * height, results + at);
+        }
+      }
+    }
+  }
+}
+
 // Codes are expanded first if several panels read them.
 template <bool IN_PAIRS> void multiply_item(const Job<IN_PAIRS> &job, const WorkItem &item) {
   thread_local std::vector<uint8_t> buffers[2];
   const Output &out = *item.out;
+  if constexpr (CAN_EXPAND && !IN_PAIRS)
+    if (job.expands()) {
+      const int64_t first = item.first_panel * job.height(), count = std::min(item.last_panel * job.height(), job.rows().num_rows) - first;
+      return write_expanded(job.rows(), out, item, first, count, true,
+                            [&](const Weight &weight, float *results) { multiply_expanded(job, item, weight, results); });
+    }
   OutputCodes codes{out, item.last_panel - item.first_panel > 1, job.tile_bytes(), 0, {out.weight.memory, out.up.memory}};
   if (codes.are_expanded) {
     codes.tile_bytes *= 2, codes.first_tile = item.first_tile;
@@ -221,6 +278,17 @@ template <bool IN_PAIRS> void multiply_all(int64_t group_size, const std::vector
   run(jobs, fill_panel<IN_PAIRS>, multiply_item<IN_PAIRS>);
 }
 
+#ifndef HAS_TILES
+// Many rows are converted to float32 if weights are expanded to it.
+void multiply_in_pairs(int64_t group_size, const std::vector<Product> &products) {
+  thread_local std::vector<Product> few, many;
+  few.clear(), many.clear();
+  for (const Product &product : products) (CAN_EXPAND && product.rows.num_rows >= ROWS_TO_EXPAND ? many : few).push_back(product);
+  if (!few.empty()) multiply_all<true>(group_size, few);
+  if (!many.empty()) multiply_all<false>(group_size, many);
+}
+#endif
+
 }  // namespace
 
 void multiply_float8_weights(int64_t group_size, const std::vector<Product> &products) {
@@ -230,7 +298,7 @@ void multiply_float8_weights(int64_t group_size, const std::vector<Product> &pro
 #ifdef HAS_TILES
     multiply_float8_weights_by_tiles(group_size, products);
 #else
-    multiply_all<true>(group_size, products);
+    multiply_in_pairs(group_size, products);
 #endif
   else
     multiply_all<false>(group_size, products);

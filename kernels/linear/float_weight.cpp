@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "../aligned_buffer.h"
 #include "../tiles.h"
 #include "compressed.h"
+#include "expanded.h"
 #include "products.h"
 
 namespace {
@@ -26,7 +26,8 @@ constexpr int FEW_ROWS = 2;
 constexpr int64_t NEAR_BYTES = 2048, FIRST_BYTES = 1024;  // distance in a tile; the begin of the next tiles
 // Rows per panel. Up to MAX_ROWS rows are one panel, which reads the weight once. More rows are split into panels that
 // are multiplied by two tiles at once. These panels need fewer loads per product: a core that starts two products per
-// cycle can do at most two loads for them. AVX2 has registers for one tile only.
+// cycle can do at most two loads for them. AVX2 has registers for one tile only, and multiplies
+// ROWS_TO_EXPAND rows and more in blocks of inputs (expanded.h).
 constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = ACCUMULATORS < 16 ? 1 : 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
 
 struct Job {
@@ -34,14 +35,26 @@ struct Job {
   char *panels = nullptr;  // the rows in panels: [steps, rows, 4 bytes] each
 
   const Rows &rows() const { return product.rows; }
-  int64_t num_steps() const { return rows().dtype == Dtype::bfloat16 ? divide_up(rows().num_inputs, 2) : rows().num_inputs; }
-  int64_t tile_bytes() const { return num_steps() * vector_bytes(rows().dtype); }
+  bool is_compressed() const {
+    return std::any_of(product.outputs, product.outputs + 3, [](const Output &out) { return out.weight.is_compressed || out.up.is_compressed; });
+  }
+  bool expands() const { return CAN_EXPAND && rows().num_rows >= ROWS_TO_EXPAND && !is_compressed(); }
+  int64_t inputs_of_step() const { return rows().dtype == Dtype::bfloat16 ? 2 : 1; }
+  int64_t num_weight_steps() const { return divide_up(rows().num_inputs, inputs_of_step()); }
+  int64_t num_steps() const { return num_weight_steps() * (expands() ? inputs_of_step() : 1); }  // of a row
+  int64_t tile_bytes() const { return num_weight_steps() * vector_bytes(rows().dtype); }
   bool has_many_rows() const { return rows().num_rows > MAX_ROWS; }
-  int64_t tiles_of_chunk() const { return has_many_rows() && !product.plain.numbers ? TILES_OF_MANY : TILES_OF_CHUNK; }
+  int64_t tiles_of_chunk() const {
+    if (expands()) return TILES_OF_EXPANSION;
+    return has_many_rows() && !product.plain.numbers ? TILES_OF_MANY : TILES_OF_CHUNK;
+  }
   int64_t max_height() const { return has_many_rows() ? MAX_ROWS_OF_MANY : MAX_ROWS; }
   int64_t num_panels() const { return divide_up(rows().num_rows, max_height()); }
   int64_t num_fills() const { return num_panels(); }
-  int64_t panels_of_chunk() const { return (product.plain.numbers ? ROWS_PER_PACKING : ROWS_OF_CHUNK) / max_height(); }
+  int64_t panels_of_chunk() const {
+    if (expands()) return panels_per_expansion(num_panels());
+    return (product.plain.numbers ? ROWS_PER_PACKING : ROWS_OF_CHUNK) / max_height();
+  }
   int64_t first_row(int64_t panel) const { return rows().num_rows * panel / num_panels(); }  // heights differ by at most one
   int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
   void assign_memory(char *memory) { panels = memory; }
@@ -51,12 +64,13 @@ void fill_panel(const Job &job, int64_t panel) {
   const Rows &rows = job.rows();
   const int64_t first = job.first_row(panel), height = job.first_row(panel + 1) - first;
   const int64_t row_bytes = rows.num_inputs * rows.out_bytes(), num_steps = job.num_steps();
-  const int64_t num_bytes = rows.dtype == Dtype::bfloat16 ? 2 : 4;  // of a number in the product
+  const bool in_pairs = rows.dtype == Dtype::bfloat16 && !job.expands();
+  const int64_t num_bytes = in_pairs ? 2 : 4;  // of a number in the product
   thread_local std::vector<float> floats;
   auto *to = reinterpret_cast<int32_t *>(job.panels) + first * num_steps;
   for (int64_t row = 0; row < height; ++row) {
     const char *from = static_cast<const char *>(rows.x) + (first + row) * row_bytes;
-    if (rows.dtype == Dtype::float16) {
+    if (rows.dtype != Dtype::float32 && !in_pairs) {
       float *x = aligned_buffer(floats, rows.num_inputs);
       read_floats(from, rows.dtype, 0, rows.num_inputs, x);
       from = reinterpret_cast<const char *>(x);
@@ -67,6 +81,8 @@ void fill_panel(const Job &job, int64_t panel) {
       int32_t last = 0;
       std::memcpy(&last, from + row_bytes - rest, rest);
       to[(num_steps - 1) * height + row] = last;
+    } else if (rows.num_inputs * num_bytes < num_steps * STEP_BYTES) {  // an expanded weight has a zero there
+      to[(num_steps - 1) * height + row] = 0;
     }
   }
 }
@@ -212,6 +228,42 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Outpu
                            });
 }
 
+// Returns a block of a tile as float32 [num_inputs, 16], in `block` if it is not in the weight.
+template <Dtype DTYPE> const float *expand(const uint8_t *tile, int64_t first, int64_t num_inputs, float *block) {
+  if constexpr (DTYPE == Dtype::float32) return reinterpret_cast<const float *>(tile) + first * LANES;
+  constexpr int64_t INPUTS_OF_STEP = DTYPE == Dtype::bfloat16 ? 2 : 1;
+  tile += first / INPUTS_OF_STEP * vector_bytes(DTYPE);
+  for (int64_t input = 0; input < num_inputs; input += INPUTS_OF_STEP, tile += vector_bytes(DTYPE)) {
+    const Ints step = load_step<DTYPE>(tile);
+    float *to = block + input * LANES;
+    if constexpr (DTYPE == Dtype::bfloat16)
+      store(to, as_floats(shift_left<16>(step))), store(to + LANES, as_floats(bit_and(step, splat(-65536))));
+    else
+      store(to, as_floats(step));
+  }
+  return block;
+}
+
+// Multiplies the item's rows by its tiles of a weight: results [tiles, rows, 16].
+template <Dtype DTYPE> void multiply_expanded(const Job &job, const WorkItem &item, const Weight &weight, float *results) {
+  thread_local std::vector<float> memory;
+  float *const block = aligned_buffer(memory, INPUTS_OF_BLOCK * LANES);
+  const int64_t first_row = job.first_row(item.first_panel), num_rows = job.first_row(item.last_panel) - first_row, num_inputs = job.num_steps();
+  std::fill_n(results, (item.last_tile - item.first_tile) * num_rows * LANES, 0.0f);
+  for (int64_t first = 0; first < num_inputs; first += INPUTS_OF_BLOCK) {
+    const int64_t count = std::min(INPUTS_OF_BLOCK, num_inputs - first);
+    for (int64_t tile = item.first_tile; tile < item.last_tile; ++tile) {
+      const float *numbers = expand<DTYPE>(weight.memory + (tile - weight.first_tile) * job.tile_bytes(), first, count, block);
+      float *of_tile = results + (tile - item.first_tile) * num_rows * LANES;
+      for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel) {
+        const int64_t row = job.first_row(panel), height = job.first_row(panel + 1) - row;
+        const auto *x = reinterpret_cast<const float *>(job.panels) + row * num_inputs + first * height;
+        add_products(height, x, numbers, count, of_tile + (row - first_row) * LANES);
+      }
+    }
+  }
+}
+
 // Plain weights are packed first.
 template <Dtype DTYPE> void multiply_item(const Job &job, const WorkItem &item) {
   Output out = *item.out;
@@ -223,6 +275,12 @@ template <Dtype DTYPE> void multiply_item(const Job &job, const WorkItem &item) 
       pack_tile<DTYPE>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, packed.data() + (tile - item.first_tile) * tile_bytes);
     out.weight.memory = packed.data(), out.weight.first_tile = item.first_tile;
   }
+  if constexpr (CAN_EXPAND)
+    if (job.expands()) {
+      const int64_t first = job.first_row(item.first_panel), count = job.first_row(item.last_panel) - first;
+      return write_expanded(job.rows(), out, item, first, count, false,
+                            [&](const Weight &weight, float *results) { multiply_expanded<DTYPE>(job, item, weight, results); });
+    }
   for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel)
     multiply_panel<DTYPE, MAX_ROWS>(job, out, panel, item.first_tile, item.last_tile);
 }
