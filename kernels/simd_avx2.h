@@ -188,6 +188,22 @@ inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
   return {dot_bfloat16(sum.low, a.low, b.low), dot_bfloat16(sum.high, a.high, b.high)};
 }
 
+// A pair of numbers for all lanes. It is stored as two float32 that bfloat16 can hold: converting it again for each
+// product takes as long as the product.
+struct FloatPair {
+  __m256 even, odd;
+};
+constexpr int SPLAT_PAIR_WORDS = 2;
+inline FloatPair splat_pair(const int32_t *words) {
+  return {_mm256_castsi256_ps(_mm256_set1_epi32(words[0])), _mm256_castsi256_ps(_mm256_set1_epi32(words[1]))};
+}
+inline __m256 dot_bfloat16(__m256 sum, __m256i a, FloatPair b) {  // the bits of the function above
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
+  const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), b.even, sum);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), b.odd, even);
+}
+inline Floats dot_bfloat16(Floats sum, Ints a, FloatPair b) { return {dot_bfloat16(sum.low, a.low, b), dot_bfloat16(sum.high, a.high, b)}; }
+
 // Transposes: swaps lane j of row i with lane i of row j.
 inline void transpose(__m256i (&rows)[8]) {
   __m256i pairs[8];

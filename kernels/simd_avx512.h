@@ -79,6 +79,7 @@ inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(
 inline Ints splat_step(const int32_t *words) { return splat(*words); }
 inline Ints factors_of(Ints bytes) { return bytes; }
 inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }  // modulo 2^32
+inline Ints dot_shorts(Ints sum, Ints a, Ints b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 // A run of dot products of int8 with codes of BITS bits: begin_run, dot_codes for at most steps_of_run(BITS) steps, end_run.
 constexpr int steps_of_run(int) { return 1 << 20; }
@@ -88,6 +89,10 @@ template <int> inline Ints end_run(Ints, Ints run) { return run; }
 
 // In each lane: sum plus the dot product of two pairs of bfloat16. The instruction treats denormals as zero.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+// A pair of bfloat16 for all lanes, stored in a word.
+constexpr int SPLAT_PAIR_WORDS = 1;
+inline Ints splat_pair(const int32_t *words) { return splat(*words); }
 
 // Transposes: swaps lane j of row i with lane i of row j.
 inline void transpose(Ints (&rows)[LANES]) {

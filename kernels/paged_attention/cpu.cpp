@@ -62,14 +62,14 @@ void apply_options(const Rows &rows, int64_t row, int64_t first, TileScores &x) 
   }
 }
 
-// Sets the scores of keys that the row does not attend to to minus infinity.
-void hide_keys(const Rows &rows, int64_t row, int64_t first, TileScores &x) {
+// Replaces the scores, weights or scales of keys that the row does not attend to.
+void hide_keys(const Rows &rows, int64_t row, int64_t first, float hidden, TileScores &x) {
   const int64_t begin = std::max<int64_t>(rows.begin(row) - first, 0), end = std::min(rows.end(row) - first, TILE);
   if (begin <= 0 && end >= TILE) return;
   float scores[TILE];
   for (int64_t i = 0; i < VECTORS; ++i) store(scores + i * LANES, x[i]);
-  std::fill(scores, scores + begin, -INFINITE);
-  std::fill(scores + end, scores + TILE, -INFINITE);
+  std::fill(scores, scores + begin, hidden);
+  std::fill(scores + end, scores + TILE, hidden);
   for (int64_t i = 0; i < VECTORS; ++i) x[i] = load(scores + i * LANES);
 }
 
@@ -80,9 +80,9 @@ template <bool BFLOAT16> void compute_row_weights(const Rows &rows, int64_t row,
   const float *scores = scratch.scores + row * TILE;
   TileScores x;
   UNROLL
-  for (int64_t i = 0; i < VECTORS; ++i) x[i] = multiply(load(scores + i * LANES), splat(call.scale));
+  for (int64_t i = 0; i < VECTORS; ++i) x[i] = multiply(load(scores + i * LANES), splat(call.scale * scratch.query_scales[row]));
   if (call.soft_cap != 0 || call.slopes) apply_options(rows, row, first, x);
-  hide_keys(rows, row, first, x);
+  hide_keys(rows, row, first, -INFINITE, x);
   Floats top = x[0];
   UNROLL
   for (int64_t i = 1; i < VECTORS; ++i) top = larger(top, x[i]);
@@ -92,10 +92,10 @@ template <bool BFLOAT16> void compute_row_weights(const Rows &rows, int64_t row,
   for (int64_t i = 0; i < VECTORS; ++i) {
     const Floats weight = exp(subtract(x[i], splat(highest)));
     total = add(total, weight);
-    if (BFLOAT16)
+    if (BFLOAT16 && PAIR_WORDS == 1)
       store_bfloat16(reinterpret_cast<uint16_t *>(scratch.weights) + row * TILE + i * LANES, weight);
     else
-      store(reinterpret_cast<float *>(scratch.weights) + row * TILE + i * LANES, weight);
+      store(reinterpret_cast<float *>(scratch.weights) + row * TILE + i * LANES, BFLOAT16 ? round_to_bfloat16(weight) : weight);
   }
   scratch.rescale[row] = before - highest;
   scratch.sums[row] = sum(total);
@@ -103,13 +103,47 @@ template <bool BFLOAT16> void compute_row_weights(const Rows &rows, int64_t row,
 }
 
 void compute_weights(const Rows &rows, int64_t first_row, int64_t last_row, int64_t first, Partial &partial, Scratch &scratch) {
-  const bool is_half = rows.call.keys.dtype == Dtype::bfloat16;
+  const bool is_half = rows.call.keys.dtype == Dtype::bfloat16 && !rows.call.multiplies_codes;
   for (int64_t row = first_row; row < last_row; ++row) {
     scratch.prefetcher.step(PREFETCH_STEP);
     (is_half ? compute_row_weights<true> : compute_row_weights<false>)(rows, row, first, partial, scratch);
   }
   for (int64_t row = first_row / LANES * LANES; row < last_row; row += LANES) store(scratch.rescale + row, exp(load(scratch.rescale + row)));
   for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.rescale[row] + scratch.sums[row];
+}
+
+// The codes of the row's weights times `scales`, and the sum of the weights times `minimums`, which may be null.
+void write_weight_codes(const Rows &rows, int64_t row, int64_t first, const float *scales, const float *minimums, uint16_t *codes, Scratch &scratch) {
+  const float *weights = reinterpret_cast<const float *>(scratch.weights) + row * TILE;
+  const auto multiplied = [&](const float *factors, TileScores &x) {
+    UNROLL
+    for (int64_t i = 0; i < VECTORS; ++i) x[i] = multiply(load(weights + i * LANES), load(factors + i * LANES));
+    hide_keys(rows, row, first, 0, x);  // 0 times NaN is NaN
+  };
+  TileScores x;
+  multiplied(scales, x);
+  float scaled[TILE];
+  for (int64_t i = 0; i < VECTORS; ++i) store(scaled + i * LANES, x[i]);
+  scratch.weight_scales[row] = round_to_codes(scaled, TILE, codes + row * TILE);
+  scratch.shifts[row] = 0;
+  if (!minimums) return;
+  multiplied(minimums, x);
+  scratch.shifts[row] = sum(add(add(x[0], x[1]), add(x[2], x[3])));
+}
+
+void attend_codes(const Rows &rows, int64_t a, int64_t b, int64_t first, Product attended, Scratch &scratch) {
+  const PagedVectors &cache = rows.call.values;
+  const Groups groups(cache);
+  const bool is_int4 = cache.format == KVFormat::int4;
+  const int64_t tiles_of_group = groups.count == 1 ? attended.num_tiles : groups.size / LANES;
+  const float *scales = gather_scales(rows, cache, first, scratch);
+  uint16_t codes[MAX_ROWS * TILE];
+  attended.x = reinterpret_cast<const int32_t *>(codes);
+  for (int64_t tile = 0; tile < attended.num_tiles; tile += tiles_of_group, scales += (is_int4 ? 2 : 1) * TILE) {
+    for (int64_t row = a; row < b; ++row)
+      write_weight_codes(rows, row, first, scales, is_int4 ? scales + TILE : nullptr, codes, scratch);
+    multiply_value_codes(attended, tile, std::min(tiles_of_group, attended.num_tiles - tile), scratch.weight_scales, scratch.shifts, a, b);
+  }
 }
 
 // Computes rows a to b - 1 one by one. Values that the row does not attend to are replaced by zeros, because their weight
@@ -145,9 +179,9 @@ void attend_split(const Rows &rows, int64_t split, const Place *next, const uint
   uint8_t *keys = aligned_buffer(scratch.keys, TILE * key_words * WORD_BYTES);
   uint8_t *values = aligned_buffer(scratch.values, width * steps * WORD_BYTES);
   const Product scores{keys, VECTORS, divide_up(call.keys.channels, per_word), key_words * LANES, reinterpret_cast<const int32_t *>(query),
-                       key_words, nullptr, scratch.scores, TILE};
-  const Product attended{values, width / LANES, steps, steps * LANES, reinterpret_cast<const int32_t *>(scratch.weights), steps,
-                         scratch.rescale, partial.values, width};
+                       call.operand_words(key_words), nullptr, scratch.scores, TILE};
+  const Product attended{values, width / LANES, steps, steps * LANES, reinterpret_cast<const int32_t *>(scratch.weights),
+                         call.operand_words(steps), scratch.rescale, partial.values, width};
   TileHeight height;
   for (int64_t first = Place{rows, split}.first(); first < end; first += TILE) {
     if (first + TILE < end)
@@ -159,13 +193,19 @@ void attend_split(const Rows &rows, int64_t split, const Place *next, const uint
     while (rows.begin(b - 1) >= first + TILE) --b;
     gather_vectors(rows, call.keys, first, key_words, scratch);
     pack_keys(scratch.addresses, scores.num_steps, key_words, keys, scratch.prefetcher);
-    compute(dtype, scores, a, b, height);
+    if (call.multiplies_codes)
+      multiply_key_codes(scores, Groups(call.keys), call.keys.format == KVFormat::int4, gather_scales(rows, call.keys, first, scratch),
+                         scratch.query_sums.data(), a, b);
+    else
+      compute(dtype, scores, a, b, height);
     compute_weights(rows, a, b, first, partial, scratch);
     gather_vectors(rows, call.values, first, call.value_words(), scratch);
     scratch.prefetcher.step(TILE / 4);
     pack_values(scratch.addresses, dtype, width / LANES, values);
     scratch.prefetcher.step(TILE / 4);
-    if (rows.attend_to_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
+    if (call.multiplies_codes)
+      attend_codes(rows, a, b, first, attended, scratch);
+    else if (rows.attend_to_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
       compute(dtype, attended, a, b, height);
     else
       attend_row_by_row(rows, a, b, first, attended, values, scratch, height);

@@ -8,6 +8,7 @@
 
 #include "../kv_format.h"
 #include "../aligned_buffer.h"
+#include "codes.h"
 #include "product.h"
 
 namespace {
@@ -26,10 +27,13 @@ struct Call {
   int64_t table_width, num_sequences, num_heads, window;  // window: 0 if none
   float scale, soft_cap;                                // soft_cap: 0 if none
   int64_t heads_per_group = num_heads / keys.num_heads;
+  bool multiplies_codes = is_coded(keys, values);
 
   int64_t element_bytes() const { return keys.dtype == Dtype::bfloat16 ? 2 : 4; }  // of the products' operands
   int64_t key_words() const { return divide_up(keys.channels * element_bytes(), VECTOR_BYTES) * LANES; }
   int64_t value_words() const { return divide_up(values.channels * element_bytes(), VECTOR_BYTES) * LANES; }
+  // Words of a query or of weights that are multiplied by this many words of keys or values.
+  int64_t operand_words(int64_t words) const { return keys.dtype == Dtype::bfloat16 && !multiplies_codes ? words * PAIR_WORDS : words; }
   int64_t value_width() const { return divide_up(values.channels, LANES) * LANES; }
   int64_t num_new(int64_t s) const { return starts[s + 1] - starts[s]; }
 };
@@ -109,7 +113,8 @@ struct Scratch {
   Prefetcher prefetcher;
   std::vector<uint8_t> query, vectors, keys, values, zeros;
   std::vector<float> total, partial, floats;
-  alignas(64) float scores[MAX_ROWS * TILE], rescale[MAX_ROWS] = {}, sums[MAX_ROWS];
+  std::vector<float> scales, query_sums;  // only of codes
+  alignas(64) float scores[MAX_ROWS * TILE], rescale[MAX_ROWS] = {}, sums[MAX_ROWS], query_scales[MAX_ROWS], weight_scales[MAX_ROWS], shifts[MAX_ROWS];
   alignas(64) uint8_t weights[MAX_ROWS * TILE * WORD_BYTES];
   const uint8_t *addresses[TILE];
 };
@@ -125,16 +130,51 @@ void write_words(Dtype dtype, float *x, int64_t count, int64_t num_words, uint8_
   for (int64_t i = 0; i < num_words * per_word; i += LANES) store_bfloat16(reinterpret_cast<uint16_t *>(words) + i, load(x + i));
 }
 
+// Writes a query as codes. x is padded to whole registers.
+void write_query_codes(const Groups &groups, int64_t row, float *x, int64_t num_words, uint8_t *words, Scratch &scratch) {
+  auto *codes = reinterpret_cast<uint16_t *>(words);
+  scratch.query_scales[row] = round_to_codes(x, 2 * num_words, codes);
+  for (int64_t group = 0; group < groups.count; ++group) {
+    int32_t sum = 0;
+    for (int64_t i = group * groups.size; i < (group + 1) * groups.size; ++i) sum += static_cast<int16_t>(codes[i]);
+    scratch.query_sums[row * groups.count + group] = static_cast<float>(sum);
+  }
+}
+
 const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   const Call &call = rows.call;
-  const int64_t words = call.key_words(), channels = call.keys.channels;
+  const int64_t words = call.operand_words(call.key_words()), channels = call.keys.channels;
+  const Dtype dtype = PAIR_WORDS == 1 ? call.keys.dtype : Dtype::float32;
+  const Groups groups(call.keys);
   uint8_t *query = aligned_buffer(scratch.query, rows.count * words * WORD_BYTES);
   float *x = aligned_buffer(scratch.floats, 2 * words);
+  scratch.query_sums.resize(MAX_ROWS * groups.count);
+  std::fill_n(scratch.query_scales, rows.count, 1.0f);
   for (int64_t row = 0; row < rows.count; ++row) {
+    uint8_t *at = query + row * words * WORD_BYTES;
     read_floats(call.query, call.keys.dtype, rows.vector_index(row) * channels, channels, x);
-    write_words(call.keys.dtype, x, channels, words, query + row * words * WORD_BYTES);
+    if (call.multiplies_codes) {
+      std::fill(x + channels, x + 2 * words, 0.0f);
+      write_query_codes(groups, row, x, words, at, scratch);
+    } else {
+      write_words(dtype, x, channels, words, at);
+    }
   }
   return query;
+}
+
+// Reads the scales and, of int4, the minimums of the vectors of a tile: [groups, 1 or 2, 64].
+const float *gather_scales(const Rows &rows, const PagedVectors &cache, int64_t first, Scratch &scratch) {
+  const int64_t last = std::min(first + TILE, rows.length()), count = cache.scales_size;
+  float *scales = aligned_buffer(scratch.scales, count * TILE);
+  if (last - first < TILE) std::fill_n(scales, count * TILE, 0.0f);
+  for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) {
+    if (cache.format != KVFormat::int4)
+      scales[token - first] = static_cast<const float *>(cache.scales)[index];
+    else
+      for (int64_t i = 0; i < count; ++i) scales[i * TILE + token - first] = _cvtsh_ss(static_cast<const uint16_t *>(cache.scales)[index * count + i]);
+  });
+  return scales;
 }
 
 // Writes vector number `index` of the cache as words, padded with zeros. x is a buffer for the words as floats and for
@@ -177,7 +217,10 @@ void gather_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, 
   for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) {
     uint8_t *copy = copies + (token - first) * bytes;
     if (token % 8 == 0) scratch.prefetcher.step(1);
-    copy_words(cache, index, rows.group, words, x, copy);
+    if (rows.call.multiplies_codes)
+      copy_codes(cache, index, words, copy);
+    else
+      copy_words(cache, index, rows.group, words, x, copy);
     scratch.addresses[token - first] = copy;
   });
 }

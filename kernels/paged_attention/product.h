@@ -3,14 +3,21 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "../rows.h"
 #include "../simd.h"
 #include "../tiles.h"
 
-constexpr int VECTORS = 4;                         // tiles whose products are computed together
-constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums for these tiles fit into the registers
+constexpr int VECTORS = 4;   // tiles whose products are computed together, at most
+constexpr int MAX_PANEL = 6;  // rows whose sums for at least one tile fit into the registers
 constexpr int64_t WORD_BYTES = 4, VECTOR_BYTES = LANES * WORD_BYTES;
+
+#ifdef HAS_TILES
+constexpr int64_t PAIR_WORDS = 1;
+#else
+constexpr int64_t PAIR_WORDS = SPLAT_PAIR_WORDS;
+#endif
 
 // out [ROWS, TILES * 16] = rescale * out + x [ROWS, steps] times tiles [TILES, steps, 16]. If rescale is null, out is
 // overwritten.
@@ -29,10 +36,11 @@ template <bool BFLOAT16, int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) w[t] = load(tiles + step * VECTOR_BYTES + t * tile_bytes);
     UNROLL
     for (int row = 0; row < ROWS; ++row) {
-      const Ints x_step = splat(x[row * x_stride + step]);
+      const int32_t *x_step = x + row * x_stride + step * (BFLOAT16 ? PAIR_WORDS : 1);
       UNROLL
       for (int t = 0; t < TILES; ++t)
-        sums[row][t] = BFLOAT16 ? dot_bfloat16(sums[row][t], w[t], x_step) : multiply_add(as_floats(w[t]), as_floats(x_step), sums[row][t]);
+        sums[row][t] = BFLOAT16 ? dot_bfloat16(sums[row][t], w[t], splat_pair(x_step))
+                                : multiply_add(as_floats(w[t]), as_floats(splat(*x_step)), sums[row][t]);
     }
   }
   UNROLL
@@ -51,27 +59,27 @@ struct Product {
   int64_t out_stride;
 };
 
-template <bool BFLOAT16, int ROWS, int TILES> void multiply_rows(const Product &p, int64_t tile, int64_t first, int64_t count) {
+// Calls work<ROWS, TILES>(row, tile) for the panels of a product: ROWS rows by TILES tiles.
+template <int ROWS, class Work> void for_tiles(int64_t num_tiles, int64_t row, int64_t count, Work &&work) {
   if constexpr (ROWS > 1)
-    if (count < ROWS) return multiply_rows<BFLOAT16, ROWS - 1, TILES>(p, tile, first, count);
-  const int64_t tile_bytes = p.tile_words * WORD_BYTES;
-  dot<BFLOAT16, ROWS, TILES>(p.tiles + tile * tile_bytes, tile_bytes, p.x + first * p.x_stride, p.x_stride, p.num_steps,
-                             p.rescale ? p.rescale + first : nullptr, p.out + first * p.out_stride + tile * LANES, p.out_stride);
+    if (count < ROWS) return for_tiles<ROWS - 1>(num_tiles, row, count, work);
+  constexpr int TILES = std::min<int>(std::bit_floor<unsigned>(ACCUMULATORS / ROWS), VECTORS);
+  int64_t tile = 0;
+  for (; tile + TILES <= num_tiles; tile += TILES) work.template operator()<ROWS, TILES>(row, tile);
+  for (; tile < num_tiles; ++tile) work.template operator()<ROWS, 1>(row, tile);
+}
+
+template <class Work> void for_each_panel(int64_t num_tiles, int64_t first, int64_t last, Work &&work) {
+  const int64_t height = divide_up(last - first, divide_up(last - first, MAX_PANEL));
+  for (int64_t row = first; row < last; row += height) for_tiles<MAX_PANEL>(num_tiles, row, std::min(last - row, height), work);
 }
 
 template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, int64_t last) {
-  const int64_t height = divide_up(last - first, divide_up(last - first, MAX_PANEL));
-  for (int64_t tile = 0; tile < p.num_tiles;) {
-    const int64_t num_tiles = tile + VECTORS <= p.num_tiles ? VECTORS : 1;
-    for (int64_t row = first; row < last; row += height) {
-      const int64_t count = std::min(last - row, height);
-      if (num_tiles == 1)
-        multiply_rows<BFLOAT16, MAX_PANEL, 1>(p, tile, row, count);
-      else
-        multiply_rows<BFLOAT16, MAX_PANEL, VECTORS>(p, tile, row, count);
-    }
-    tile += num_tiles;
-  }
+  const int64_t tile_bytes = p.tile_words * WORD_BYTES;
+  for_each_panel(p.num_tiles, first, last, [&]<int ROWS, int TILES>(int64_t row, int64_t tile) {
+    dot<BFLOAT16, ROWS, TILES>(p.tiles + tile * tile_bytes, tile_bytes, p.x + row * p.x_stride, p.x_stride, p.num_steps,
+                               p.rescale ? p.rescale + row : nullptr, p.out + row * p.out_stride + tile * LANES, p.out_stride);
+  });
 }
 
 #ifdef HAS_TILES
