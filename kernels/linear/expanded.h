@@ -53,8 +53,8 @@ void write_expanded(const Rows &rows, const Output &out, const WorkItem &item, i
   const int64_t num_tiles = item.last_tile - item.first_tile, size = num_rows * LANES;
   float *results[2] = {};
   for (const Weight *weight : {&out.weight, &out.up}) {
-    if (!weight->memory) continue;
     const bool is_up = weight == &out.up;
+    if (is_up && !out.up.memory) continue;  // a plain weight without inputs has no memory either
     float *to = results[is_up] = aligned_buffer(memory[is_up], num_tiles * size);
     multiply(*weight, to);
     if (!weight->bias) continue;
