@@ -2,8 +2,8 @@
 
 `python tests/bench/long_context.py --llama-cpp PYTHON --vllm PYTHON --tokenizer FOLDER`. The model is a Llama of random
 weights with SmolLM2's widths (hidden 576, 9 heads over 3, head_dim 64) and few layers, so that keys and values are a
-large part of the bytes that a step reads. Weights are bfloat16; the cache is bfloat16 or int8 (llama.cpp: float16, its
-default, and q8_0; vLLM: bfloat16). Each engine runs in its own process, which has computed the prompt; the engines take
+large part of the bytes that a step reads. Weights are bfloat16; the cache is bfloat16, int8 or int4 (llama.cpp:
+float16, its default, q8_0 and q4_0; vLLM: bfloat16). Each engine runs in its own process, which has computed the prompt; the engines take
 turns in every round. Medians of tokens per second and of the ratios of the rounds are written to
 tests/bench/results/long_context.json.
 """
@@ -26,9 +26,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+import torch  # noqa: E402
+
 from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
+from kernels.kv_format import FORMATS  # noqa: E402
 from pipelines.jobs.report import environment, write_atomically  # noqa: E402
+from pipelines.loading.bandwidth import memory_bandwidth  # noqa: E402
 from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "long_context.json"
@@ -37,7 +41,6 @@ VOCABULARY = 32_000
 
 
 def write_model(folder: Path, num_layers: int, context: int) -> None:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -66,6 +69,13 @@ def ours(folder: Path, cache: str, num_tokens: int, prompt: list[int]) -> Callab
     return decode
 
 
+def step_bytes(folder: Path, num_layers: int, length: int, cache: str) -> int:
+    """Return the bytes that a step reads: the weights, with the tied head once, and the keys and values."""
+    token = torch.zeros(3, 64, dtype=torch.bfloat16)  # of a layer: 3 heads of 64 channels
+    vectors = sum(part.nbytes for format in FORMATS[cache] for part in format.encode(token))
+    return num_layers * length * vectors + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 @contextmanager
 def peer(command: list[str], prompt: list[int]) -> Iterator[Callable[[], float]]:
     """Yield what decodes after the prompt in the peer's process, which ends with the block."""
@@ -91,7 +101,7 @@ def peer(command: list[str], prompt: list[int]) -> Iterator[Callable[[], float]]
         process.wait()
 
 
-def measure(args: argparse.Namespace, folder: Path, length: int, cache: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path, length: int, cache: str, bandwidth: float) -> dict[str, Any]:
     prompt = [random.Random(length).randrange(5, VOCABULARY) for _ in range(length)]
     peers = {}
     if args.llama_cpp:
@@ -110,6 +120,8 @@ def measure(args: argparse.Namespace, folder: Path, length: int, cache: str) -> 
     for name in engines.keys() - {"ours"}:
         ratios = [mine / theirs for mine, theirs in zip(speeds["ours"], speeds[name], strict=True)]
         row[f"over {name}"] = round(statistics.median(ratios), 2)
+    read = step_bytes(folder / "model", args.layers, length, cache)
+    row |= {"MB a step": round(read / 1e6, 1), "of the bandwidth": round(row["ours"] * read / bandwidth, 2)}
     return row | {"spread of ours": round(max(speeds["ours"]) / min(speeds["ours"]), 3)}
 
 
@@ -119,12 +131,16 @@ def main() -> None:
     parser.add_argument("--vllm")
     parser.add_argument("--tokenizer", type=Path, required=True, help="Llama 2's, of 32,000 tokens, for the GGUF file")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--caches", nargs="+", default=["none", "int8", "int4"], choices=["none", "int8", "int4"])
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
+    bandwidth = memory_bandwidth(torch.device("cpu"))
     about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+    about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1)}
     about |= {"layers": args.layers, "new_tokens": args.new_tokens, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -138,10 +154,10 @@ def main() -> None:
                 [sys.executable, "run.py", *arguments], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
             )
         for length in args.lengths:
-            for cache in ("none", "int8"):
+            for cache in args.caches:
                 start = time.perf_counter()
-                rows[f"{length} tokens, cache {cache}"] = measure(args, folder, length, cache)
-                write_atomically(RESULTS, [json.dumps(about | {"rows": rows}, indent=1) + "\n"])
+                rows[f"{length} tokens, cache {cache}"] = measure(args, folder, length, cache, bandwidth)
+                write_atomically(args.out, [json.dumps(about | {"rows": rows}, indent=1) + "\n"])
                 print(
                     length,
                     cache,

@@ -1,7 +1,8 @@
 """Decode speed of llama.cpp and vLLM after a long context, for long_context.py, in an interpreter that has the engine.
 
-`python long_context_peer.py llama.cpp FILE CACHE NUM_TOKENS` or `... vllm FOLDER CACHE NUM_TOKENS`. CACHE is none or int8. Reads the
-prompt's token ids, a line of JSON, and computes them. For each further line it generates NUM_TOKENS after the prompt and prints tokens/s.
+`python long_context_peer.py llama.cpp FILE CACHE NUM_TOKENS` or `... vllm FOLDER CACHE NUM_TOKENS`. CACHE is none, int8
+or int4 (llama.cpp only). Reads the prompt's token ids, a line of JSON, and computes them. For each further line it
+generates NUM_TOKENS after the prompt and prints tokens/s.
 """
 
 import json
@@ -20,7 +21,8 @@ NEXT = 7  # an arbitrary token: its id does not change the time
 def of_llama_cpp(path: str, cache: str, num_tokens: int, prompt: list[int]) -> Callable[[], float]:
     import llama_cpp
 
-    kind = llama_cpp.GGML_TYPE_Q8_0 if cache == "int8" else llama_cpp.GGML_TYPE_F16
+    kinds = {"none": llama_cpp.GGML_TYPE_F16, "int8": llama_cpp.GGML_TYPE_Q8_0, "int4": llama_cpp.GGML_TYPE_Q4_0}
+    kind = kinds[cache]
     cores = os.cpu_count() or 1
     model = llama_cpp.Llama(
         path, n_ctx=len(prompt) + num_tokens + 8, n_threads=cores, n_threads_batch=cores, n_batch=512, flash_attn=True,
