@@ -139,8 +139,12 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     bandwidth = memory_bandwidth(torch.device("cpu"))
-    about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-    about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1)}
+    about: dict[str, Any] = {
+        "what": (__doc__ or "").splitlines()[0],
+        "date": str(date.today()),
+        "environment": environment(),
+    }
+    about["bandwidth_gb_per_s"] = round(bandwidth / 1e9, 1)
     about |= {"layers": args.layers, "new_tokens": args.new_tokens, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
