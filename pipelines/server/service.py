@@ -29,7 +29,7 @@ from pipelines.server.api.skipping import header_of, not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record, RequestLog
-from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, written
+from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, refuses, written
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class EngineResponse(Response):
         """Raises ApiError and ClientGone before the response begins."""
         service, session, seconds, reason = self._service, self._session, self._timeout_s, None
         ends = Ends(receive, seconds, service.stopping)
-        sender = Sender(send, service.config.send_timeout_s)
+        sender = Sender(send, service.config.send_timeout_s, scope.get("state", {}).get("write_now", refuses))
         try:
             with service.admission.place(self._num_sequences, seconds):
                 result = await ends.run(self._work(session))

@@ -1,7 +1,7 @@
 """Delivery of responses, whole or as server-sent events, to clients that may disconnect, read slowly, or time out."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -84,17 +84,27 @@ def abort(scope: Scope) -> None:
         end()
 
 
+def refuses(part: bytes) -> bool:
+    """Write nothing: the `write_now` of a request that does not come from a connection."""
+    return False
+
+
 class Sender:
     """Sends the messages of a response. Sends keep-alive comments during long pauses."""
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
+    def __init__(self, send: Send, timeout_s: float, write_now: Callable[[bytes], bool] = refuses) -> None:
+        """`write_now`: writes a part of the body at once, or returns False if `send` must do so."""
         self._send = send
+        self._write_now = write_now
         self._timeout_s = timeout_s
         self._sent_at = asyncio.get_running_loop().time()
         self._is_sending = False
 
     async def send(self, body: bytes, more_body: bool = True) -> None:
         """Send a part of the body. Raises ReaderStopped if the client does not read within the time limit."""
+        if body and more_body and self._write_now(body):
+            self._sent_at = asyncio.get_running_loop().time()
+            return
         await self.send_message({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def send_head(self, headers: list[tuple[bytes, bytes]], status: int = 200) -> None:
