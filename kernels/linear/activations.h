@@ -74,10 +74,6 @@ template <int LIMBS, int WORDS = step_words(LIMBS)> struct Activations {
   int64_t bytes_per_row = num_steps * WORDS * 4 + num_segments * 8;
   char *memory = nullptr;
 
-  void split(int64_t max_height) {
-    num_panels = divide_up(num_rows, max_height);
-    height = divide_up(num_rows, num_panels);
-  }
   Panel<LIMBS, WORDS> panel(int64_t index) const {
     const int64_t rows = std::min(height, num_rows - index * height);
     char *at = memory + index * height * bytes_per_row;

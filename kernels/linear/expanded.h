@@ -1,7 +1,6 @@
-// Products of many rows with weights that are expanded first, a block of inputs of a tile at a time: to float32, or to
-// 16-bit integers (int_weight.cpp). AVX2 has no dot products of bfloat16 and bytes: a kernel that converts for each
-// panel of rows needs more registers than there are. A block and its rows stay in the caches. Sums are kept in memory
-// between blocks, which changes no bits.
+// Products of many rows with float weights that are expanded to float32 first, a block of inputs of a tile at a time. AVX2
+// has no dot products of bfloat16: a kernel that converts for each panel of rows needs more registers than there are. A
+// block and its rows stay in the caches. Sums are kept in memory between blocks, which changes no bits.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@
 namespace {
 
 constexpr bool CAN_EXPAND = ACCUMULATORS < 16;
-constexpr int64_t ROWS_TO_EXPAND = 24;    // the least rows; fewer wait for the weight anyway
+constexpr int64_t ROWS_TO_EXPAND = 24;    // the least rows; fewer were not measured
 constexpr int64_t MAX_EXPANDED_ROWS = 6;  // of a panel
 constexpr int64_t INPUTS_OF_BLOCK = 256;  // a block of a tile takes half of the first-level cache
 constexpr int64_t EXPANDED_PANELS = 22;   // of 6 rows; a block of their inputs takes a quarter of the second-level cache

@@ -14,7 +14,6 @@
 
 #include "../tiles.h"
 #include "activations.h"
-#include "expanded.h"
 #include "products.h"
 
 namespace {
@@ -34,11 +33,10 @@ template <int LIMBS> struct Job {
   Activations<LIMBS> activations;
 
   int64_t tile_bytes() const { return layout.tile_bytes(); }
-  bool expands() const { return CAN_EXPAND && product.rows.num_rows >= ROWS_TO_EXPAND; }
-  int64_t tiles_of_chunk() const { return expands() ? TILES_OF_EXPANSION : TILES_OF_CHUNK; }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t num_panels() const { return activations.num_panels; }
   int64_t num_fills() const { return num_panels(); }
-  int64_t panels_of_chunk() const { return expands() ? panels_per_expansion(num_panels()) : PANELS_PER_CHUNK; }
+  int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
   int64_t panel_bytes() const { return activations.num_rows * activations.bytes_per_row; }
   void assign_memory(char *memory) { activations.memory = memory; }
 };
@@ -160,113 +158,7 @@ void multiply_panel(const Job<LIMBS> &job, const Output &out, int64_t panel, int
                            });
 }
 
-// sums [ROWS, 16] += the products of steps of rows, words [num_steps, ROWS, 2], and of a tile, factors [num_steps, 2].
-// Only for AVX2, where a vector has two registers. The empty assembly keeps the order of additions: else the compiler
-// adds products first, and keeps the sums in memory (0.73 of the speed).
-template <int ROWS, class Vector = Ints>
-[[gnu::noinline]] void add_products(const int32_t *words, const Vector *factors, int64_t num_steps, int32_t *sums) {
-  Vector of_rows[ROWS];
-  UNROLL
-  for (int row = 0; row < ROWS; ++row) of_rows[row] = load(reinterpret_cast<const uint8_t *>(sums + row * LANES));
-  for (const Vector *end = factors + 2 * num_steps; factors != end; factors += 2, words += 2 * ROWS)
-    UNROLL
-    for (int odd = 0; odd < 2; ++odd) {
-      const Vector w = factors[odd];
-      UNROLL
-      for (int row = 0; row < ROWS; ++row) {
-        of_rows[row] = dot_shorts(of_rows[row], w, Vector(splat(words[2 * row + odd])));
-        asm("" : "+x"(of_rows[row].low), "+x"(of_rows[row].high));
-      }
-    }
-  UNROLL
-  for (int row = 0; row < ROWS; ++row) store(reinterpret_cast<uint8_t *>(sums + row * LANES), of_rows[row]);
-}
-
-template <class Vector> void add_products(int64_t num_rows, const int32_t *words, const Vector *factors, int64_t num_steps, int32_t *sums) {
-  constexpr void (*OF_ROWS[])(const int32_t *, const Vector *, int64_t, int32_t *) = {add_products<1>, add_products<2>, add_products<3>,
-                                                                                      add_products<4>, add_products<5>, add_products<6>};
-  OF_ROWS[num_rows - 1](words, factors, num_steps, sums);
-}
-
-// Expands steps of codes to factors of 16 bits [num_steps, 2].
-template <int BITS, class Vector> void expand(const uint8_t *codes, int64_t num_steps, Vector *factors) {
-  constexpr int STEPS = 8 / BITS;
-  for (int64_t step = 0; step < num_steps; step += STEPS, codes += VECTOR_BYTES) {
-    const Vector w = load(codes);
-    UNROLL
-    for (int i = 0; i < STEPS; ++i, factors += 2) {
-      const auto both = factors_of(BITS == 8 ? w : bit_and(i ? shift_right<4>(w) : w, splat(0x0f0f0f0f)));
-      factors[0] = both.even, factors[1] = both.odd;
-    }
-  }
-}
-
-// Begins the sums [num_rows, 16] of a segment with the correction of the codes' offset.
-template <bool ZEROS> void begin_sums(const int32_t *x_sums, int64_t num_rows, const int8_t *zeros, int32_t *sums) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const Ints begin = splat(x_sums[row]);
-    store(reinterpret_cast<uint8_t *>(sums + row * LANES), ZEROS ? ::multiply(load_bytes(zeros), begin) : begin);
-  }
-}
-
-// results [num_rows, 16] += the scaled sums of a segment, as in multiply_tiles.
-template <int LIMBS> void scale_sums(const int32_t *sums, int64_t num_rows, const float *scales, const float *x_scales, bool is_last, float *results) {
-  const Floats scale = load(scales);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const Floats scale_product = LIMBS == 2 ? ::multiply(scale, splat(x_scales[row])) : scale;
-    const Floats sum = to_floats(load(reinterpret_cast<const uint8_t *>(sums + row * LANES)));
-    const Floats total = multiply_add(sum, scale_product, load(results + row * LANES));
-    store(results + row * LANES, LIMBS == 1 && is_last ? ::multiply(total, splat(x_scales[row])) : total);
-  }
-}
-
-// Multiplies the item's rows by its tiles of a weight: results [tiles, rows, 16].
-template <int BITS, int LIMBS, bool ZEROS> void multiply_expanded(const Job<LIMBS> &job, const WorkItem &item, const Weight &weight, float *results) {
-  thread_local std::vector<Ints> factors(INPUTS_OF_BLOCK / STEP * 2);
-  thread_local std::vector<int32_t> sums_memory;
-  const Layout &layout = job.layout;
-  const Activations<LIMBS> &rows = job.activations;
-  const int64_t num_tiles = item.last_tile - item.first_tile, first_row = item.first_panel * rows.height;
-  const int64_t num_rows = std::min(item.last_panel * rows.height, rows.num_rows) - first_row, num_groups = layout.num_groups();
-  const float *scales = layout.scales(weight, item.out->num_tiles());
-  const int8_t *zeros = layout.zeros(weight, item.out->num_tiles());
-  int32_t *const sums = aligned_buffer(sums_memory, num_tiles * num_rows * LANES);
-  std::fill_n(results, num_tiles * num_rows * LANES, 0.0f);
-  for (int64_t segment = 0; segment < rows.num_segments; ++segment) {
-    const int64_t begin = segment * rows.segment / STEP, end = std::min(begin + rows.segment / STEP, rows.num_steps);
-    for (int64_t first = begin, last; first < end; first = last) {
-      last = std::min(first + INPUTS_OF_BLOCK / STEP, end);
-      for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t number = item.first_tile + tile, scale = (number * num_groups + (num_groups > 1 ? segment : 0)) * LANES;
-        expand<BITS>(weight.memory + number * layout.tile_bytes() + first * VECTOR_BYTES * BITS / 8, last - first, factors.data());
-        for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel) {
-          const Panel<LIMBS> x = rows.panel(panel);
-          const int64_t at = (tile * num_rows + panel * rows.height - first_row) * LANES;
-          const float *x_scales = x.scales + (LIMBS == 2 ? segment * x.num_rows : 0);
-          if (first == begin) begin_sums<ZEROS>(x.sums + segment * x.num_rows, x.num_rows, zeros + scale, sums + at);
-          add_products(x.num_rows, x.words + first * x.num_rows * SUM_WORDS, factors.data(), last - first, sums + at);
-          if (last == end) scale_sums<LIMBS>(sums + at, x.num_rows, scales + scale, x_scales, last == rows.num_steps, results + at);
-        }
-      }
-    }
-  }
-}
-
-template <int BITS, int LIMBS, bool ZEROS> void multiply_item_expanded(const Job<LIMBS> &job, const WorkItem &item) {
-  const Activations<LIMBS> &rows = job.activations;
-  const int64_t first = item.first_panel * rows.height, count = std::min(item.last_panel * rows.height, rows.num_rows) - first;
-  write_expanded(job.product.rows, *item.out, item, first, count, true,
-                 [&](const Weight &weight, float *results) { multiply_expanded<BITS, LIMBS, ZEROS>(job, item, weight, results); });
-}
-
 template <int LIMBS> void multiply_item(const Job<LIMBS> &job, const WorkItem &item) {
-  if constexpr (CAN_EXPAND)
-    if (job.expands()) {
-      const auto multiply = job.layout.bits() == 8   ? multiply_item_expanded<8, LIMBS, false>
-                            : job.layout.has_zeros ? multiply_item_expanded<4, LIMBS, true>
-                                                   : multiply_item_expanded<4, LIMBS, false>;
-      return multiply(job, item);
-    }
   constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
   const auto multiply = job.layout.bits() == 8   ? multiply_panel<8, LIMBS, false, ROWS>
                         : job.layout.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
@@ -281,7 +173,6 @@ template <int LIMBS> void multiply_all(const Format &format, const std::vector<P
     const Rows &rows = product.rows;
     const Layout layout{format, rows.num_inputs};
     jobs.push_back({product, layout, {rows.num_rows, rows.num_inputs, segment_of(layout, LIMBS), layout.num_steps(), layout.offset()}});
-    if (jobs.back().expands()) jobs.back().activations.split(MAX_EXPANDED_ROWS);
   }
   const auto fill = [](const Job<LIMBS> &job, int64_t number) {
     const Panel<LIMBS> panel = job.activations.panel(number);
