@@ -137,7 +137,7 @@ void attend_codes(const Rows &rows, int64_t a, int64_t b, int64_t first, Product
   const bool is_int4 = cache.format == KVFormat::int4;
   const int64_t tiles_of_group = groups.count == 1 ? attended.num_tiles : groups.size / LANES;
   const float *scales = gather_scales(rows, cache, first, scratch);
-  uint16_t codes[MAX_ROWS * TILE];
+  alignas(64) uint16_t codes[MAX_ROWS * TILE];
   attended.x = reinterpret_cast<const int32_t *>(codes);
   for (int64_t tile = 0; tile < attended.num_tiles; tile += tiles_of_group, scales += (is_int4 ? 2 : 1) * TILE) {
     for (int64_t row = a; row < b; ++row)
