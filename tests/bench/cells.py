@@ -49,7 +49,6 @@ SCHEMES = {
     "fp8 dynamic": ["quant=fp8"],
     "fp8 per tensor": ["quant=fp8", "quant.per_tensor=true"],
 }
-INTEGERS = ("Q8_0", "Q4_0")  # ggml types that become int8 or int4 codes; the other types stay in blocks
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("none", "int8", "fp8", "int4")
 SHARE = "decode_share_of_bandwidth"
@@ -144,7 +143,7 @@ def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
     if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
         return {}
     rows = {}
-    for kind in (*INTEGERS, *KINDS):
+    for kind in KINDS:
         file = folder / f"{kind}.gguf"
         rows[f"gguf {kind}"] = [f"model.path={file}", "model.tokenizer=null"]
         write_random_llama(file, model, kind)
