@@ -5,7 +5,9 @@ T tokens of S sequences, M blocks in the longest block table, N blocks of B slot
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +26,8 @@ class BatchShape(NamedTuple):
     num_outputs: int
     num_adapted: int = 0
     """`num_tokens` if any token has an adapter, else 0. A step without adapters has no adapter field."""
+    num_states: int = 0
+    """`num_sequences` if the model has recurrent layers, else 0."""
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -31,7 +35,7 @@ class BatchShape(NamedTuple):
 
         Block tables are last, so that a wider table moves no other field.
         """
-        tokens, sequences, width, features, outputs, adapted = self
+        tokens, sequences, width, features, outputs, adapted, states = self
         return {
             "token_ids": (tokens,),
             "positions": (tokens,),
@@ -43,6 +47,8 @@ class BatchShape(NamedTuple):
             "output_rows": (outputs,),
             "output_starts": (sequences + 1,),
             "adapter_slots": (adapted,),
+            "state_reads": (states,),
+            "state_writes": (states,),
             "block_tables": (sequences, width),
         }
 
@@ -87,6 +93,8 @@ class Batch:
     output_rows = _Field()  # [R] rows that need hidden states and logits: the last tokens of each sequence
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
     adapter_slots = _Field()  # [T] slot of each token's adapter, -1: none; empty if no token has an adapter
+    state_reads = _Field()  # [S] slot of each sequence's recurrent state before the step, -1: its first token is new
+    state_writes = _Field()  # [S] slot of its state after the step, -1: the state is not kept. Empty as adapter_slots
     block_tables = _Field()  # [S, M] padded with 0; context_lengths tells how many entries are valid
 
     def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
@@ -147,9 +155,11 @@ class Batch:
         prompt_features: list[tuple[int, ...]],
         output_rows: list[int],
         output_starts: list[int],
-        adapter_slots: list[int] | None = None,
+        adapter_slots: Sequence[int] = (),
+        state_reads: Sequence[int] = (),
+        state_writes: Sequence[int] = (),
     ) -> "Batch":
-        """Create a batch on the CPU. `adapter_slots`: None if no token has an adapter."""
+        """Create a batch on the CPU. The last three fields may be empty, as in `BatchShape`."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few distinct shapes
         tables: list[int] = []
@@ -166,7 +176,9 @@ class Batch:
             [feature for features in prompt_features for feature in features],
             output_rows,
             output_starts,
-            adapter_slots or [],
+            adapter_slots,
+            state_reads,
+            state_writes,
             tables,
         )
         numbers: list[int] = []
@@ -174,33 +186,48 @@ class Batch:
             numbers += field
             while len(numbers) % ALIGNMENT:
                 numbers.append(0)
-        shape = BatchShape(
-            len(token_ids),
-            len(block_tables),
-            width,
-            len(prompt_features[0]),
-            len(output_rows),
-            num_adapted=len(adapter_slots or []),
-        )
+        sizes = len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows)
+        shape = BatchShape(*sizes, num_adapted=len(adapter_slots), num_states=len(state_reads))
         return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
 
 
 LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
-"""The keys and the values of one layer."""
+"""The keys and the values of one attention layer."""
+
+
+StateShapes: TypeAlias = tuple[tuple[int, ...], ...]
+"""The shapes of one sequence's states in a recurrent layer. They have the model's dtype."""
+
+
+class LayerState(NamedTuple):
+    """The states of all sequences in one recurrent layer."""
+
+    tensors: tuple[Tensor, ...]
+    """Each [P, *], of P slots."""
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of all sequences in a range of layers. The engine allocates them, the model writes them."""
+    """What all sequences keep in a range of layers. The engine allocates it, the model writes it."""
 
-    layers: list[LayerCache]
+    layers: Sequence[LayerCache | LayerState]
+
+    @cached_property
+    def attention_layers(self) -> list[LayerCache]:
+        """The keys and values of the attention layers, in order."""
+        return [layer for layer in self.layers if not isinstance(layer, LayerState)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of all layers, each [N, B, G, *]."""
-        return [tensor for keys, values in self.layers for tensor in keys.tensors + values.tensors]
+        """The keys and values of all attention layers, each [N, B, G, *]."""
+        return [tensor for keys, values in self.attention_layers for tensor in keys.tensors + values.tensors]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of all recurrent layers, each [P, *]."""
+        return [tensor for layer in self.layers if isinstance(layer, LayerState) for tensor in layer.tensors]
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's compute dtype."""
-        return self.layers[0][0].dtype
+        return self.attention_layers[0][0].dtype

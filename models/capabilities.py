@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from conf.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModelCapabilities:
@@ -26,7 +28,18 @@ class ModelCapabilities:
     The keys and values of this layer are last in the cache.
     """
 
+    is_recurrent: bool = False
+    """Whether any layer keeps a recurrent state, whose size does not depend on the sequence length."""
+
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a token's keys depend only on the tokens before it, so that prompts can share cached blocks."""
-        return not (self.keys_depend_on_length or self.needs_whole_prompt)
+        """Whether prompts can share cached blocks.
+
+        A token's keys must depend only on the tokens before it, and blocks must hold all that the next token needs.
+        """
+        return not (self.keys_depend_on_length or self.needs_whole_prompt or self.is_recurrent)
+
+    def refuse_recurrent(self, setting: str, remedy: str = "leave it out") -> None:
+        """Raise UserError if the model has recurrent layers, which `setting` does not support."""
+        if self.is_recurrent:
+            raise UserError(f"{setting} is not supported for a model with recurrent layers: {remedy}")

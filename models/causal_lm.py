@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError, shortened
 from kernels.collectives import Link
-from models.batch import Batch, KVCache
+from models.batch import Batch, KVCache, StateShapes
 from models.capabilities import ModelCapabilities
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
@@ -142,10 +142,20 @@ class CausalLM(Module, ABC):
         return part
 
     @property
+    def layer_caches(self) -> list[Heads | StateShapes]:
+        """What the cache of each layer of this stage holds: keys and values of these heads, or states of these shapes."""
+        return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
+
+    def _layer_cache(self, layer: nn.Module) -> Heads | StateShapes:
+        recurrent, attention = self.layout.recurrent, self.layout.attention
+        if recurrent and hasattr(layer, recurrent):
+            return layer.get_submodule(recurrent).state_shapes  # type: ignore[return-value]
+        return layer.get_submodule(attention).heads  # type: ignore[return-value]
+
+    @property
     def attention_heads(self) -> list[Heads]:
-        """The attention heads of each layer of this stage. They define the shapes of its keys and values."""
-        layers = (layer for layer in self.layers if not isinstance(layer, MissingLayer))
-        return [layer.get_submodule(self.layout.attention).heads for layer in layers]  # type: ignore[misc]
+        """The attention heads of each attention layer of this stage."""
+        return [kept for kept in self.layer_caches if isinstance(kept, Heads)]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         """Return the bytes of weights that a decode step reads.

@@ -105,7 +105,9 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
 
 
 def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers."""
+    """Raise UserError for more ranks than heads or whole experts, more stages than layers, and recurrent layers."""
+    ranks = f"tp={parallel_layout.tp} pp={parallel_layout.pp}"
+    model.config.capabilities.refuse_recurrent(ranks, "give parallel=single, or parallel=ray with replicas")
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
     if parallel_layout.pp > 1:

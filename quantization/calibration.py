@@ -226,7 +226,7 @@ class SequentialCalibrator:
 
     def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
-        caches, start = self._cache.layers[0], perf_counter()
+        caches, start = self._cache.attention_layers[0], perf_counter()
         self._absmax.clear()
         for state in self._states[1:]:
             with suppress(_AllObserved):

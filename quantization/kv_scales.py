@@ -70,7 +70,8 @@ def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFo
 def attention_names(model: CausalLM) -> list[str]:
     """Return the names of the attention modules, in the order of the model's own layers."""
     layout = model.layout
-    return [f"{layout.layers}.{i}.{layout.attention}" for i in model.local_layers]
+    layers = zip(model.local_layers, model.layer_caches, strict=False)  # an MTP layer has no number of its own
+    return [f"{layout.layers}.{i}.{layout.attention}" for i, stored in layers if isinstance(stored, Heads)]
 
 
 def _scales(model: CausalLM) -> dict[str, Heads]:

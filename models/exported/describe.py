@@ -66,7 +66,7 @@ def describe(
         "eos_token_ids": sorted(eos),
         "instruction_set": instruction_set(),
         "operators": schemas(),
-        "cache": [_cache_format(vectors, scales) for vectors in itertools.chain(*cache.layers)],
+        "cache": [_cache_format(vectors, scales) for vectors in itertools.chain(*cache.attention_layers)],
         "step_bytes": _num_bytes(model) - unread - sum(map(_num_bytes, mixtures)),
         "mixtures": mixture_entries,
         "quant": quant,

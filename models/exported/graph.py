@@ -13,7 +13,9 @@ from conf.errors import shortened
 from models.batch import Batch, BatchShape, KVCache
 
 ADAPTERS = "adapter_slots"
-INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name != ADAPTERS)
+STATES = ("state_reads", "state_writes")
+"""Fields of recurrent models, which are not exported."""
+INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name not in (ADAPTERS, *STATES))
 """The fields of a batch that are inputs of a graph, in order."""
 ADAPTED_INPUTS = (*INPUTS, ADAPTERS)
 """The inputs of the graph for steps with adapters."""

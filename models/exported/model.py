@@ -16,7 +16,7 @@ from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from kernels.kv_format import KVFormat
 from kernels.quantize_rows import Activations
-from models.batch import Batch, KVCache
+from models.batch import Batch, KVCache, StateShapes
 from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
 from models.exported.graph import ADAPTED_INPUTS, INPUTS, STREAM, DamagedGraphError, Graph
@@ -141,8 +141,8 @@ class ExportedLM(CausalLM):
         return self.description.prompt_marks
 
     @property
-    def attention_heads(self) -> list[Heads]:
-        return self.description.heads
+    def layer_caches(self) -> list[Heads | StateShapes]:
+        return [*self.description.heads]
 
     @property
     def embedding(self) -> nn.Module:

@@ -103,7 +103,10 @@ class Step(nn.Module):
     ) -> tuple[Tensor, ...]:
         tensors = iter(stored)
         model, links = self.model, (self.model.before, self.model.after)
-        layers = [(_with_tensors(keys, tensors), _with_tensors(values, tensors)) for keys, values in self.cache.layers]
+        layers = [
+            (_with_tensors(keys, tensors), _with_tensors(values, tensors))
+            for keys, values in self.cache.attention_layers
+        ]
         try:
             for layer, table in zip(self._adapted, tables, strict=True):
                 layer.adapters = AdapterTable(*table)

@@ -166,4 +166,4 @@ class Deepseek(PreNormLM):
         layer = self.layers[-1]
         assert isinstance(layer, NextTokenLayer)
         inputs = self.layer_inputs(batch, cache.dtype)
-        return layer.predict(self.embedding(batch.token_ids), hidden, *inputs, batch, cache.layers[-1])
+        return layer.predict(self.embedding(batch.token_ids), hidden, *inputs, batch, cache.attention_layers[-1])

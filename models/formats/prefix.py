@@ -70,6 +70,8 @@ def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
         return "which caches latents instead of keys and values"
     if capabilities.has_windows:
         return "whose sliding windows would lose the prefix"
+    if capabilities.is_recurrent:
+        return "whose recurrent layers cannot begin after a prefix"
     return None
 
 

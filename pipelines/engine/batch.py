@@ -6,6 +6,7 @@ from typing import NamedTuple
 from models.batch import Batch
 from pipelines.engine.request import Sequence
 from pipelines.engine.scheduler import Scheduled, StepPlan
+from pipelines.engine.state_manager import StateSlots
 
 UNKNOWN = 0  # placeholder for a token that the CPU has not received yet
 
@@ -21,6 +22,8 @@ class NewTokens(NamedTuple):
     """The last `num_outputs` tokens are output rows."""
     adapter_slot: int = -1
     """Slot of the sequence's adapter in the model's tables; -1 for no adapter, and for a draft model."""
+    state_slots: StateSlots | None = None
+    """None: the model has no recurrent layer."""
 
 
 def build_batch(plan: StepPlan, block_size: int, all_outputs: bool = False) -> Batch:
@@ -38,7 +41,7 @@ def _new_tokens(item: Scheduled) -> NewTokens:
     known = item.sequence.token_ids[item.start : item.start + item.num_new_tokens]
     token_ids = known + [UNKNOWN] * (item.num_new_tokens - len(known)) + list(item.drafts)
     num_outputs = item.num_outputs + len(item.drafts)
-    return NewTokens(item.sequence, item.start, token_ids, num_outputs, item.group.adapter_slot)
+    return NewTokens(item.sequence, item.start, token_ids, num_outputs, item.group.adapter_slot, item.state_slots)
 
 
 def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
@@ -49,8 +52,9 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
     context_lengths: list[int] = []
     output_rows: list[int] = []
     adapter_slots: list[int] = []
+    state_slots = [part.state_slots for part in parts if part.state_slots is not None]
     starts, output_starts = [0], [0]
-    for sequence, start, new_token_ids, num_outputs, adapter_slot in parts:
+    for sequence, start, new_token_ids, num_outputs, adapter_slot, _ in parts:
         table, prefix, after = sequence.block_table, sequence.prefix, start + len(new_token_ids)
         token_ids += new_token_ids
         positions += range(prefix.first_position + start, prefix.first_position + after)
@@ -75,7 +79,9 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         prompt_features=[part.sequence.prompt_features for part in parts],
         output_rows=output_rows,
         output_starts=output_starts,
-        adapter_slots=adapter_slots if any(part.adapter_slot >= 0 for part in parts) else None,
+        adapter_slots=adapter_slots if any(part.adapter_slot >= 0 for part in parts) else (),
+        state_reads=[slots.read for slots in state_slots],
+        state_writes=[slots.write for slots in state_slots],
     )
 
 
@@ -85,8 +91,12 @@ def prompt_batch(
     block_tables: list[list[int]],
     prompt_features: list[tuple[int, ...]],
     block_size: int,
+    is_recurrent: bool = False,
 ) -> Batch:
-    """Flatten whole prompts, each with its own blocks. The last `num_outputs` tokens of each prompt are output rows."""
+    """Flatten whole prompts, each with its own blocks. The last `num_outputs` tokens of each prompt are output rows.
+
+    `is_recurrent`: whether the model has recurrent layers. Their states are not kept.
+    """
     lengths = [len(prompt) for prompt in prompts]
     ends = list(itertools.accumulate(lengths))
     places = [
@@ -103,4 +113,6 @@ def prompt_batch(
         prompt_features=prompt_features,
         output_rows=[row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)],
         output_starts=[0, *itertools.accumulate(num_outputs)],
+        state_reads=[-1] * len(prompts) * is_recurrent,
+        state_writes=[-1] * len(prompts) * is_recurrent,
     )

@@ -58,7 +58,9 @@ class Engine(StepLoop):
         self.config, self.tokenizer = config, tokenizer
         self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
-        self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, self.num_blocks, block_size)
+        num_state_slots = len(cache.states[0]) if cache.states else 0
+        sizes = self.num_blocks, block_size, num_state_slots
+        self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, *sizes)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
         scheduler = Scheduler(
             BlockManager(self.num_blocks, block_size),
@@ -66,6 +68,7 @@ class Engine(StepLoop):
             config.max_batched_tokens,
             self.capabilities,
             self.adapters.slots,
+            num_state_slots,
         )
         super().__init__(scheduler, block_size, vocab_size, looks_ahead=self.device.type == "cuda")
         self._make_executor = make_executor

@@ -71,10 +71,15 @@ class Executor:
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_features
-            self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self.device)
+            is_recurrent = model.config.capabilities.is_recurrent
+            self.decode_steps = GraphSteps(
+                self.compute, GraphPool().capture, *sizes, self.device, is_recurrent=is_recurrent
+            )
             if has_adapters(model):
                 capture = GraphPool().capture
-                self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self.device, with_adapters=True)
+                self.adapted_steps = GraphSteps(
+                    self.compute, capture, *sizes, self.device, with_adapters=True, is_recurrent=is_recurrent
+                )
 
     def stop_recording(self) -> None:
         """Compute every step eagerly from now on. A recorded step reads the weights of its recording."""
@@ -110,7 +115,7 @@ class Executor:
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
             for number, layer, heads in zip(
-                self.model.local_layers, self.cache.layers, self.model.attention_heads, strict=False
+                self.model.local_layers, self.cache.attention_layers, self.model.attention_heads, strict=False
             )
             for name, vectors in zip(("keys", "values"), layer, strict=True)
             for part, tensor in enumerate(vectors.tensors)

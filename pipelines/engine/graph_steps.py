@@ -26,6 +26,8 @@ PADDING = {  # values of padding rows: sequences without new tokens, which atten
     "prompt_features": 0,
     "output_rows": 0,
     "adapter_slots": -1,
+    "state_reads": -1,
+    "state_writes": -1,
 }
 
 
@@ -49,16 +51,19 @@ class GraphSteps:
         num_prompt_features: int,
         device: torch.device,
         with_adapters: bool = False,
+        is_recurrent: bool = False,
     ) -> None:
         """Captures steps of all sizes; if a graph cannot hold the model's operations, captures none and logs a warning.
 
         `capture` returns a function that repeats the computation on the current content of the inputs. `with_adapters`:
-        capture steps for batches with adapters.
+        capture steps for batches with adapters. `is_recurrent`: whether the model has recurrent layers.
         """
         self._compute = compute
         self._sizes = graph_sizes(max_sequences)
         shapes = {
-            size: BatchShape(size, size, table_width, num_prompt_features, size, size if with_adapters else 0)
+            size: BatchShape(
+                size, size, table_width, num_prompt_features, size, size * with_adapters, size * is_recurrent
+            )
             for size in self._sizes
         }
         count, on_gpu = shapes[max_sequences].num_numbers, device.type == "cuda"

@@ -1,13 +1,14 @@
 """The pool of key/value blocks: computes how many blocks fit, and allocates them."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from conf.errors import UserError
 from conf.support.sizes import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
-from models.batch import KVCache
+from models.batch import KVCache, LayerCache, LayerState, StateShapes
 from models.layers.attention import Heads
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by device type
@@ -15,38 +16,67 @@ AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is al
 
 
 def allocate_kv_cache(
-    heads: list[Heads],
+    layers: Sequence[Heads | StateShapes],
     num_blocks: int,
     block_size: int,
     formats: list[tuple[KVFormat, KVFormat]] | None,
     dtype: torch.dtype,
     device: torch.device,
+    num_state_slots: int = 0,
 ) -> KVCache:
-    """Allocate an uninitialised cache from the heads of each layer and the formats of its keys and values.
+    """Allocate an uninitialised cache for `CausalLM.layer_caches`.
 
-    `formats`: None for a cache that is not quantised. `dtype`: the dtype that the model computes in.
+    `formats`: of the keys and values of each attention layer; None: not quantised. `dtype`: the dtype that the model
+    computes in. `num_state_slots`: the number of sequences whose recurrent states it holds.
     """
     if formats is None:
-        formats = [(Unquantised(), Unquantised())] * len(heads)
+        formats = [(Unquantised(), Unquantised())] * len(layers)
+    formats_left = iter(formats)
 
     def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
         size = (num_blocks, block_size, num_heads)
         # The values of a latent (MLA) cache have no channels, so there is nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    return KVCache(
-        [
-            (
-                paged(of_keys, layer.num_key_value_heads, layer.head_dim),
-                paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
-            )
-            for layer, (of_keys, of_values) in zip(heads, formats, strict=True)
-        ]
-    )
+    def of_layer(layer: Heads | StateShapes) -> LayerCache | LayerState:
+        if not isinstance(layer, Heads):
+            shapes = [(num_state_slots, *shape) for shape in layer]
+            return LayerState(tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+        of_keys, of_values = next(formats_left)
+        return (
+            paged(of_keys, layer.num_key_value_heads, layer.head_dim),
+            paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
+        )
+
+    return KVCache([of_layer(layer) for layer in layers])
+
+
+def state_bytes(layers: Sequence[Heads | StateShapes], dtype: torch.dtype) -> int:
+    """Return the bytes of one sequence's recurrent states in these layers."""
+    cache = allocate_kv_cache(layers, 0, 1, None, dtype, torch.device("meta"), num_state_slots=1)
+    return sum(tensor.nbytes for tensor in cache.states)
+
+
+def choose_num_state_slots(slot_bytes: int, wanted_slots: int, memory: str, free: int) -> int:
+    """Return the number of state slots of `slot_bytes` each, at most `wanted_slots`.
+
+    They take at most half of `device.kv_cache_memory` (`memory`) with `free` bytes free. Raises UserError if this is
+    less than two slots.
+    """
+    if not slot_bytes:
+        return 0
+    most = int(AUTO_SHARE * free) if memory == "auto" else num_bytes(memory, free)
+    num_slots = min(wanted_slots, most // 2 // slot_bytes)
+    if num_slots < 2:
+        problem = (
+            f"device.kv_cache_memory={memory} does not fit: a sequence's recurrent state takes {slot_bytes:,} bytes"
+        )
+        raise UserError(f"{problem}: give at least {4 * slot_bytes} bytes, a fraction, or auto")
+    return num_slots
 
 
 def choose_num_blocks(
-    heads: list[Heads],
+    heads: Sequence[Heads],
     wanted_blocks: int,
     block_size: int,
     memory: str,
@@ -55,24 +85,25 @@ def choose_num_blocks(
     dtype: torch.dtype,
     num_ranks: int = 1,
     num_sharing: int = 1,
+    num_state_bytes: int = 0,
 ) -> int:
     """Return the number of blocks that fit `device.kv_cache_memory` (`memory`) with `free` bytes free.
 
     With `auto` it is at most `wanted_blocks`. `num_ranks` ranks share a size in bytes equally. `num_sharing`: number of
-    ranks that share this device's free bytes. Raises UserError if the size is less than one block
-    or more than the free bytes.
+    ranks that share this device's free bytes. `num_state_bytes`: of recurrent states, which the size includes. Raises
+    UserError if the size is less than one block or more than the free bytes.
     """
     one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))
     # A pipeline stage may have no layer that stores keys and values.
     block_bytes = max(1, sum(tensor.nbytes for tensor in one_block.tensors))
     if memory == "auto":
-        return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // num_sharing // block_bytes))
+        return max(1, min(wanted_blocks, (int(AUTO_SHARE * free) // num_sharing - num_state_bytes) // block_bytes))
     everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
     cache_bytes, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
-    if not block_bytes <= cache_bytes <= free:
-        limits = f"from {block_bytes} (one block) to {free} (all free memory) bytes"
+    if not num_state_bytes + block_bytes <= cache_bytes <= free:
+        limits = f"from {num_state_bytes + block_bytes} (one block) to {free} (all free memory) bytes"
         raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
-    return cache_bytes // block_bytes
+    return (cache_bytes - num_state_bytes) // block_bytes
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:

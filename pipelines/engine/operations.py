@@ -106,7 +106,7 @@ class ClearAhead(Operation[None]):
     """Zero the keys and values of the multi-token prediction layer."""
 
     def compute(self, executor: Executor) -> None:
-        for stored in executor.cache.layers[-1]:
+        for stored in executor.cache.attention_layers[-1]:
             for tensor in stored.tensors:
                 tensor.zero_()
 
@@ -120,7 +120,7 @@ class CopyBlocks(Operation[None]):
 
     def compute(self, executor: Executor) -> None:
         sources, targets = torch.tensor(self.copies, device=executor.device).T
-        for keys, values in executor.cache.layers:
+        for keys, values in executor.cache.attention_layers:
             copy_blocks(keys, values, sources, targets)
 
 
@@ -135,7 +135,9 @@ class Store(Operation[None]):
     def compute(self, executor: Executor) -> None:
         slots = torch.tensor(self.slots, device=executor.device)
         stage_values = executor.slice_local_layers(self.keys_and_values)
-        for layer, heads, both in zip(executor.cache.layers, executor.model.attention_heads, stage_values, strict=True):
+        for layer, heads, both in zip(
+            executor.cache.attention_layers, executor.model.attention_heads, stage_values, strict=True
+        ):
             keys, values = heads.slice_keys(both, axis=2)
             kv_store(keys, values, *layer, slots)
 

@@ -205,6 +205,8 @@ class Sequence(SamplingContext):
     first_output_position: int | None = None
     """Position of the first token whose output (logits, hidden state) is needed; None: only the last token's output."""
     block_table: list[int] = field(default_factory=list)
+    state_slots: list[int] = field(default_factory=list)
+    """Slots of its recurrent state: the last one is its own; a slot before it is read by the step in progress."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks, computed on demand."""
     is_past_threshold: bool = False
@@ -239,12 +241,13 @@ class Sequence(SamplingContext):
         return len(self.token_ids) - self.num_computed_tokens
 
     def fork(self) -> "Sequence":
-        """Return an independent copy. Its block table refers to the same blocks; the scheduler counts their owners."""
+        """Return an independent copy. It refers to the same blocks and state slot; the scheduler counts their owners."""
         return replace(
             self,
             detokenizer=self.detokenizer and self.detokenizer.copy(),
             token_ids=list(self.token_ids),
             block_table=list(self.block_table),
+            state_slots=list(self.state_slots),
             block_hashes=list(self.block_hashes),
             logprobs=list(self.logprobs),
             texts=list(self.texts),

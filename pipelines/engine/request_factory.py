@@ -23,6 +23,7 @@ from pipelines.engine.request import (
     SamplingParams,
     Sink,
 )
+from pipelines.engine.state_manager import StateManager
 from pipelines.engine.thinking import Thinking
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -40,6 +41,8 @@ class RequestFactory:
     num_blocks: int
     """Blocks of the KV cache that requests can use."""
     block_size: int
+    num_state_slots: int = 0
+    """Slots for recurrent states; 0 if no layer of the model is recurrent."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """The prefixes that requests can name."""
 
@@ -193,6 +196,10 @@ class RequestFactory:
                 f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be computed in chunks "
                 f"and device.max_batched_tokens={self.config.max_batched_tokens}: raise it, or ask for fewer new tokens"
             )
+        if self.num_state_slots and (needed := StateManager.num_needed(width)) > self.num_state_slots:
+            problem = f"the request has {width} sequences, which need {needed} slots for recurrent states"
+            remedy = "ask for fewer, or raise device.kv_cache_memory, decode.n or decode.num_beams"
+            raise UserError(f"{problem}, but there are {self.num_state_slots}: {remedy}")
         if width > self.config.max_batched_tokens:
             limit = f"device.max_batched_tokens={self.config.max_batched_tokens}"
             remedy = "ask for fewer, or raise it, because each sequence needs one token in every step"

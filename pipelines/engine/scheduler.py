@@ -13,6 +13,7 @@ from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.block_hashes import extend_hashes, root_hash
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
+from pipelines.engine.state_manager import StateManager, StateSlots
 
 
 class Scheduled(NamedTuple):
@@ -25,6 +26,8 @@ class Scheduled(NamedTuple):
     """The last `num_outputs` of the new tokens are output rows."""
     drafts: tuple[int, ...] = ()
     """Draft tokens that follow the new tokens. The step also computes them, and each is an output row."""
+    state_slots: StateSlots | None = None
+    """None: the model has no recurrent layer."""
 
 
 class StepPlan(NamedTuple):
@@ -51,13 +54,16 @@ class Scheduler:
         max_batched_tokens: int,
         capabilities: ModelCapabilities,
         adapters: AdapterSlots | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         """`max_batched_tokens`: token budget of a step, unless the caller passes a smaller one.
 
-        `capabilities`: the model's. `adapters`: the slots for requests with an adapter.
+        `capabilities`: the model's. `adapters`: the slots for requests with an adapter. `num_state_slots`: the slots
+        for recurrent states; 0 if no layer is recurrent.
         """
         self._adapters = adapters
         self.block_manager = block_manager
+        self.state_manager = StateManager(num_state_slots)
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
         self._needs_whole_prompt = capabilities.needs_whole_prompt
@@ -116,7 +122,7 @@ class Scheduler:
             for sequence in group.sequences:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
-            Scheduled(group, sequence, sequence.num_computed_tokens, count, _num_outputs(sequence, count))
+            self._schedule(group, sequence, count)
             for group in groups
             for sequence in group.sequences
             if (count := num_new_tokens[sequence])
@@ -140,8 +146,7 @@ class Scheduler:
             return None
         for sequence, num_blocks in missing.items():
             sequence.block_table += self.block_manager.allocate(num_blocks)
-        ahead = [item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1) for item in plan.scheduled]
-        return StepPlan(ahead, plan.ready, [])
+        return StepPlan([_next_token(item) for item in plan.scheduled], plan.ready, [])
 
     def reserve(self, plan: StepPlan, max_draft_counts: list[int], max_tokens: int | None = None) -> list[int]:
         """Reserve blocks for up to `max_draft_counts[i]` draft tokens of each scheduled sequence; return the counts granted.
@@ -179,6 +184,7 @@ class Scheduler:
             sequence = item.sequence
             if sequence not in item.group.sequences:
                 continue
+            self.state_manager.keep_last(sequence.state_slots)
             first = sequence.prefix.num_tokens
             before = (first + sequence.num_computed_tokens) // blocks.block_size
             sequence.num_computed_tokens += item.num_new_tokens
@@ -212,8 +218,9 @@ class Scheduler:
         group.sequences = sequences
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Return a copy that shares the sequence's blocks (copy-on-write)."""
+        """Return a copy that shares the sequence's blocks (copy-on-write) and its state slot."""
         self.block_manager.share(sequence.block_table)
+        self.state_manager.share(sequence.state_slots)
         return sequence.fork()
 
     def finish(self, group: SequenceGroup, sequence: Sequence) -> None:
@@ -235,10 +242,15 @@ class Scheduler:
         group.finished_s = time.monotonic()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is empty, cached, or has as many owners as its reference count says."""
-        self.block_manager.check_integrity(
-            sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
-        )
+        """Raise RuntimeError unless every block and state slot is free, or has as many owners as it counts."""
+        sequences = [sequence for group in [*self.running, *self.waiting] for sequence in group.sequences]
+        self.block_manager.check_integrity(sequence.block_table for sequence in sequences)
+        self.state_manager.check_integrity(sequence.state_slots for sequence in sequences)
+
+    def _schedule(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> Scheduled:
+        start, num_outputs = sequence.num_computed_tokens, _num_outputs(sequence, num_new_tokens)
+        slots = self.state_manager.take(sequence.state_slots, is_started=start > 0)
+        return Scheduled(group, sequence, start, num_new_tokens, num_outputs, state_slots=slots)
 
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
         """Return the new tokens of each sequence: all that it needs, or an even share of the remaining budget."""
@@ -257,11 +269,15 @@ class Scheduler:
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
     def _fits_limits(self, group: SequenceGroup) -> bool:
-        """Whether a further request may run and the token budget covers every sequence that the group can have."""
+        """Whether a further request may run, and the token budget and the state slots suffice for all its sequences."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._needs_whole_prompt:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
+        if num_slots := self.state_manager.num_slots:
+            needed = sum(self.state_manager.num_needed(g.request.params.num_sequences) for g in groups)
+            if needed > num_slots:
+                return False
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
     def _allocate_or_preempt(
@@ -406,9 +422,16 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)
+        self.state_manager.free(sequence.state_slots)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
         sequence.drafting = None
+
+
+def _next_token(item: Scheduled) -> Scheduled:
+    """Return the item of the step after this one, which has one more token."""
+    slots = item.state_slots and item.state_slots._replace(read=item.state_slots.write)
+    return item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1, state_slots=slots)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:

@@ -173,7 +173,8 @@ class StepLoop:
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
             features = [self.executor.prompt_features(prompt) for prompt in prompts]
-            batch = prompt_batch(prompts, num_outputs, tables, features, self.block_size)
+            is_recurrent = self.scheduler.state_manager.num_slots > 0
+            batch = prompt_batch(prompts, num_outputs, tables, features, self.block_size, is_recurrent)
             return self.executor.run(Hidden(batch))
         finally:
             for table in tables:

@@ -53,10 +53,11 @@ def assemble(
     for planned in plans:
         load_planned(planned, on_bytes)
     adapters = load_adapters(plan, driver)
-    num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
+    most_sequences = max(AUTO_SEQUENCES, num_sequences)
+    num_tokens = [settings.context.num_tokens] * most_sequences
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept_files for row in file.rows]
-    caches = make_caches(device, plans, num_tokens, reserved, driver)
+    caches = make_caches(device, plans, num_tokens, most_sequences, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     config = EngineConfig(
         settings.context,

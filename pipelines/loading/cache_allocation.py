@@ -7,7 +7,15 @@ from conf.schema import DeviceConfig
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.exported.model import ExportedLM
-from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
+from pipelines.engine.kv_cache import (
+    BLOCK_SIZE,
+    allocate_kv_cache,
+    choose_num_blocks,
+    choose_num_state_slots,
+    free_memory,
+    state_bytes,
+)
+from pipelines.engine.state_manager import StateManager
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
 from pipelines.loading.model_plan import ModelPlan
 from quantization.kv_scales import static_kv_formats
@@ -49,18 +57,24 @@ def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_shari
     )
 
 
-def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int) -> KVCache:
+def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int, num_state_slots: int = 0) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[plan.device.type]
-    heads, formats = plan.model.attention_heads, cache_formats(plan)
-    return allocate_kv_cache(heads, num_blocks, block_size, formats, plan.dtype, plan.device)
+    layers, formats = plan.model.layer_caches, cache_formats(plan)
+    return allocate_kv_cache(layers, num_blocks, block_size, formats, plan.dtype, plan.device, num_state_slots)
 
 
 def make_caches(
-    config: DeviceConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int, driver: "Driver | None"
+    config: DeviceConfig,
+    plans: list[ModelPlan],
+    num_tokens: list[int],
+    num_sequences: int,
+    reserved: int,
+    driver: "Driver | None",
 ) -> list[KVCache]:
     """Allocate one KV cache per model, all with the same number of blocks. Leave `reserved` bytes free for a step.
 
     `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
+    `num_sequences`: the number of sequences that can have recurrent states, if memory allows.
     """
     device = plans[0].device
     block_size = config.block_size or BLOCK_SIZE[device.type]
@@ -69,11 +83,14 @@ def make_caches(
     heads = [*chain.from_iterable(plan.model.attention_heads for plan in plans)]
     formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
-    ranks = (driver.context.size, driver.context.num_sharing) if driver else ()
-    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks)
+    ranks = (driver.context.size, driver.context.num_sharing) if driver else (1, 1)
+    slot_bytes = state_bytes(plans[0].model.layer_caches, plans[0].dtype)
+    most_slots = StateManager.num_needed(num_sequences)
+    num_state_slots = choose_num_state_slots(slot_bytes, most_slots, config.kv_cache_memory, free)
+    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks, num_state_slots * slot_bytes)
     if driver:
         num_blocks = driver.fewest_blocks(num_blocks)
-    return [allocate_cache(plan, config, num_blocks) for plan in plans]
+    return [allocate_cache(plan, config, num_blocks, num_state_slots) for plan in plans]
 
 
 def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:

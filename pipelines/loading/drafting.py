@@ -65,6 +65,8 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
         raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
     if shape.capabilities.needs_whole_prompt or target.shape.capabilities.needs_whole_prompt:
         raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
+    if shape.capabilities.is_recurrent:
+        raise UserError("its recurrent layers cannot drop rejected drafts: give another model")
     draft_tokenizer = source.checkpoint.load_tokenizer() if settings.tokenizer else None
     if draft_tokenizer and settings.tokenizer:
         _compare_tokenizers(draft_tokenizer, settings.tokenizer)
@@ -98,6 +100,9 @@ def unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Spec
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
     if not plan.model.config.capabilities.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
+    if plan.model.config.capabilities.is_recurrent:
+        reason = "is not supported for a model with recurrent layers, which cannot drop rejected drafts: leave it out"
+        reasons |= {mode: reason for mode in Speculate if mode is not Speculate.none}
     if plan.quant.activations is Activations.auto:
         reason = f"contradicts quant.activations=auto, {BESIDE_AUTO}: leave one of them out"
         reasons |= {mode: reason for mode in Speculate if mode is not Speculate.none}

@@ -74,7 +74,9 @@ def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor)
     executor, saturated = engine.executor, []
     executor.run(Store(keys_and_values, slots))
     local_layers = executor.slice_local_layers(keys_and_values)
-    for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, local_layers, strict=True):
+    for cache, heads, both in zip(
+        executor.cache.attention_layers, executor.model.attention_heads, local_layers, strict=True
+    ):
         local_heads = heads.slice_keys(both, axis=2)
         saturated += [_saturated(paged, content) for paged, content in zip(cache, local_heads, strict=True)]
     if share := sum(saturated) / len(saturated):

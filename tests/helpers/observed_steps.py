@@ -33,7 +33,7 @@ def pad(engine: Engine, most: int) -> list[BatchShape]:
 
 def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
     """Steps that record their shapes. The CPU's kernels get only the true rows; the padding rows become NaN."""
-    executor = engine.executor
+    executor, is_recurrent = engine.executor, engine.capabilities.is_recurrent
 
     def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
         if batch.shape.num_sequences > most:  # has no graph
@@ -41,11 +41,11 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
         shapes.append(batch.shape)
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
-        assert batch.adapter_slots[count:].eq(-1).all()
+        for field in (batch.adapter_slots, batch.state_reads, batch.state_writes):
+            assert field[count:].eq(-1).all()
         num_rows = max(count, 1)  # without true rows, one row gives the shapes of the outputs
-        true = BatchShape(
-            num_rows, num_rows, batch.block_tables.shape[1], 0, num_rows, num_rows if with_adapters else 0
-        )
+        width, num_states = batch.block_tables.shape[1], num_rows * is_recurrent
+        true = BatchShape(num_rows, num_rows, width, 0, num_rows, num_rows * with_adapters, num_states)
         rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
         for field in batch.shape.fields:
             part = getattr(rows, field)
@@ -58,7 +58,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
         return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
 
     width = -(-engine.config.context.num_tokens // engine.block_size)
-    return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters)
+    return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters, is_recurrent)
 
 
 def look_ahead(engine: Engine) -> list[bool]:

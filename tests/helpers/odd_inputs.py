@@ -19,6 +19,7 @@ from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
+from kernels.short_conv import short_conv
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu
 from kernels.take_channels import take_channels
@@ -126,6 +127,14 @@ def grouped_and_combined(rows: int, channels: int, at: Place) -> Sequence[Tensor
 
 
 Case = Callable[[int, int, Place], Sequence[Tensor]]
+
+
+def convolved(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
+    states, starts = torch.zeros(2, 2, channels), at(torch.tensor([0, rows]))
+    weight, slots = at(waves(3, channels)), (at(torch.tensor([-1])), at(torch.tensor([1])))
+    return short_conv(at(waves(rows, 3 * channels)), weight, at(waves(channels)), states, starts, *slots), states
+
+
 CASES: dict[str, Case] = {
     "all_finite": lambda rows, channels, at: [all_finite(at(waves(rows, channels)))],
     "rms_norm": lambda rows, channels, at: [rms_norm(at(waves(rows, channels)), at(waves(channels)), 1e-5)],
@@ -139,6 +148,7 @@ CASES: dict[str, Case] = {
     "layer_norm": lambda rows, channels, at: [
         layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
     ],
+    "short_conv": lambda rows, channels, at: convolved(rows, channels, at),
     "soft_cap": lambda rows, channels, at: [soft_cap(at(waves(rows, channels)), 0.5)],
     "take_channels": lambda rows, channels, at: [
         take_channels(at(waves(rows, channels)), at(torch.arange(channels).flip(0)))

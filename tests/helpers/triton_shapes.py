@@ -23,6 +23,7 @@ from kernels.quantize_rows.triton import quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
+from kernels.short_conv.triton import short_conv
 from kernels.swiglu.triton import swiglu, swiglu_quantize
 from tests.helpers.cache_formats import NAMES, formats_of
 from tests.helpers.triton_cases import EXPERT_FORMATS, FP8
@@ -105,6 +106,9 @@ def rows() -> None:
         swiglu_quantize(*torch.empty(2, 64, 14336, dtype=BF16), codes.dtype, codes.group_size)
     for dtype in (torch.int8, FP8):
         quantize_rows(x, dtype, static_scales=torch.empty(64))
+    projected, slots = torch.empty(64, 3 * 2048, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    states, starts = torch.empty(8, 2, 2048, dtype=BF16), torch.zeros(5, dtype=torch.int64)
+    short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, starts, slots, slots)
 
 
 def multiply(

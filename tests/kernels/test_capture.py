@@ -40,6 +40,7 @@ from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
+from kernels.short_conv import short_conv
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 from kernels.take_channels import take_channels
@@ -100,7 +101,8 @@ def test_a_replay_computes_on_the_new_inputs(num_rows: int) -> None:
 
 CACHES = [allocate(format, (3, 4, 1), 16, torch.float32, torch.device("cpu")) for format in FORMATS["int8"]]
 HERE, ONE_EACH, LENGTHS = torch.tensor([[0], [2]]), torch.tensor([0, 1, 2]), torch.tensor([1, 1])
-PLACES = torch.tensor([0, 1, 8, 9])
+PLACES, STATES = torch.tensor([0, 1, 8, 9]), torch.ones(3, 2, 16)
+SEQUENCES = torch.tensor([0, 1, 4]), torch.tensor([0, 2]), torch.tensor([-1, 1])  # query_starts, reads, writes
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), WeightGroup([UP, UP, UP]), WeightGroup([CODES] * 3)
 
 
@@ -168,6 +170,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "grouped_matmul of ints": lambda x: grouped_matmul(x, CODED, group_rows(x, CHOSEN, 3)[1]),
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),
     "all_finite": lambda x: all_finite(x / x[0, 0]),
+    "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
 }
 
 

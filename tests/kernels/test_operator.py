@@ -13,6 +13,7 @@ import kernels.accumulate_product  # noqa: F401 - these operators are asked for 
 import kernels.fit_scales  # noqa: F401
 import kernels.gelu  # noqa: F401
 import kernels.round_channels  # noqa: F401
+import kernels.short_conv  # noqa: F401
 import kernels.soft_cap  # noqa: F401
 import kernels.take_channels  # noqa: F401
 from kernels import build
@@ -90,6 +91,8 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None, torch.ones(1))
         opcheck(ops.all_finite, rows)
         opcheck(ops.fit_scales, rows, 11, num_rows > 1, torch.float16)
+    states, starts = torch.zeros(2, 2, 22, dtype=dtype), torch.tensor([0, num_rows])
+    opcheck(ops.short_conv, wide, randn(3, 22, dtype=dtype), None, states, starts, *torch.tensor([[-1], [1]]))
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)

@@ -7,6 +7,7 @@ from models.config import ConfigReader
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, ROWS
+from tests.helpers.hybrid_families import HYBRID
 
 TESTS = REPOSITORY / "tests" / "models" / "families"
 
@@ -30,7 +31,7 @@ def proof(architecture: Architecture) -> str:
     module = architecture.read_config.__module__.rpartition(".")[2]
     file = TESTS / f"test_{module.removesuffix('_config')}.py"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    is_row = any(ARCHITECTURES[row.model_type or name] is architecture for name, row in ROWS.items())
+    is_row = any(ARCHITECTURES[row.model_type or name] is architecture for name, row in (ROWS | HYBRID).items())
     if is_row or re.search(r"equals_transformers\(|^(import|from) transformers\b", text, re.MULTILINE):
         sources.append("transformers")
     if "its formulas in float64" in text:

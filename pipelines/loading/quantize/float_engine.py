@@ -29,6 +29,7 @@ def float_engine(
 
     `full_plan`: the plan of the float model. `layout`: of the files to make.
     """
+    full_plan.source.shape.capabilities.refuse_recurrent("calibration", "give a scheme without it, such as quant=int8")
     if not job.parallel.mode.divides:
         engine = assemble(full_plan, job.device, DecodeConfig(), settings, 1, progress.loaded)
         yield engine, whole_share(job.quant, layout, engine, samples)

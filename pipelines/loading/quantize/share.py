@@ -190,7 +190,7 @@ class Share:
 
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
-    keys, device = cache.layers[0][0], probe.numbers.device
+    keys, device = cache.attention_layers[0][0], probe.numbers.device
     num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
     return allocate_kv_cache(full_model.attention_heads[:1], num_blocks, block_size, None, keys.dtype, device)
 

@@ -19,6 +19,8 @@ import kernels.rms_norm.reference
 import kernels.rms_norm.triton
 import kernels.rope.reference
 import kernels.rope.triton
+import kernels.short_conv.reference
+import kernels.short_conv.triton
 import kernels.swiglu.reference
 import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
@@ -233,3 +235,17 @@ def test_turning_and_storing_in_one_launch(
         for cache, wanted in zip(ours, expected, strict=True):
             for part, other in zip(cache.tensors, wanted.tensors, strict=True):
                 assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
+
+
+@each("dtype, channels, num_taps", [(torch.float32, 300, 3), (torch.bfloat16, 16, 2), (torch.float16, 129, 4)])
+def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
+    """Sequences begin, go on in place or elsewhere, have no token, and are padding."""
+    arguments = torch.tensor([0, 5, 6, 8, 8, 8]), torch.tensor([-1, 2, 3, 1, -1]), torch.tensor([0, 2, 4, 1, -1])
+    projected, weight = noise(8, 3 * channels, dtype=dtype), noise(num_taps, channels, dtype=dtype, seed=1)
+    states, bias = noise(5, num_taps - 1, channels, dtype=dtype, seed=2), noise(channels, dtype=dtype, seed=3)
+    for given_bias in (bias, None):
+        ours, theirs = states.clone().to(DEVICE), states.clone()
+        placed = [None if part is None else part.to(DEVICE) for part in (projected, weight, given_bias)]
+        result = kernels.short_conv.triton.short_conv(*placed, ours, *(part.to(DEVICE) for part in arguments))
+        assert_near(result, kernels.short_conv.reference.short_conv(projected, weight, given_bias, theirs, *arguments))
+        assert ours.cpu().equal(theirs)

@@ -9,9 +9,12 @@ import pytest
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES
-from tests.helpers.catalog import ROWS
+from tests.helpers import catalog
 from tests.helpers.family import noted
+from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import assert_equals_transformers, random_prompts
+
+ROWS = catalog.ROWS | HYBRID
 
 
 @pytest.mark.parametrize("name", ROWS)

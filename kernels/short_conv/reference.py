@@ -1,0 +1,38 @@
+"""T tokens of S sequences, C channels, K taps, P slots."""
+
+import torch
+from torch import Tensor
+
+
+def short_conv(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    query_starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Return y [T, C] = c * (bias + sum over j of weight[j] * (b * x)[t - K + 1 + j]), where projected [T, 3 * C] is b | c | x.
+
+    b * x, the sum (in float32) and y are rounded to the dtype. weight [K, C], bias [C]. Sequence s owns tokens
+    query_starts[s] to query_starts[s+1]. The K - 1 products b * x before them are states[reads[s]], oldest first, or
+    zeros if reads[s] is -1. Its last K - 1 products are written to states[writes[s]], unless this is -1 or it has no
+    token. No sequence reads a slot that another one writes. states [P, K-1, C]; query_starts [S+1], reads and writes [S]
+    int64. Rows after the last sequence are undefined.
+    """
+    b, c, x = projected.chunk(3, dim=1)  # [T, C] each
+    product, out, num_before = b * x, torch.zeros_like(x), len(weight) - 1
+    for s, (read, write) in enumerate(zip(reads.tolist(), writes.tolist(), strict=True)):
+        start, end = query_starts[s : s + 2].tolist()
+        if start == end:
+            continue
+        before = states[read] if read >= 0 else x.new_zeros(num_before, x.shape[1])
+        tokens = torch.cat((before, product[start:end]))
+        total = torch.zeros(end - start, x.shape[1], device=x.device) if bias is None else bias.float()
+        for j in range(num_before + 1):
+            total = total + weight[j].float() * tokens[j : j + end - start].float()
+        out[start:end] = c[start:end] * total.to(x.dtype)
+        if write >= 0:
+            states[write] = tokens[len(tokens) - num_before :]
+    return out

@@ -1,0 +1,46 @@
+"""The gated short convolution of LFM2 (arXiv 2511.23404), a recurrent layer: its state is its last few inputs.
+
+T tokens, R output rows, E hidden channels, K taps.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from kernels.quantize_rows import Activations
+from kernels.short_conv import short_conv
+from models.batch import Batch, LayerState, StateShapes
+from models.layers.linear import Linear
+from models.layers.module import Module
+from models.layers.rotary import Angles
+
+
+class ShortConv(Module):
+    """out_proj(c * conv(b * x)), where in_proj's output is b | c | x. It has no activation."""
+
+    def __init__(self, hidden_size: int, num_taps: int, bias: bool) -> None:
+        super().__init__()
+        self.in_proj = Linear(hidden_size, 3 * hidden_size, bias)
+        self.conv = nn.Conv1d(hidden_size, hidden_size, num_taps, groups=hidden_size, bias=bias)  # holds the weight
+        self.out_proj = Linear(hidden_size, hidden_size, bias)
+        self.state_shapes: StateShapes = ((num_taps - 1, hidden_size),)
+        self._taps: Tensor | None = None
+
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
+        return [self.in_proj]
+
+    def fuse(self) -> None:
+        self._taps = self._taps_by_channel()
+
+    def _taps_by_channel(self) -> Tensor:
+        """Return the weight as the kernel reads it: [K, E]."""
+        return self.conv.weight.detach().squeeze(1).T.contiguous()
+
+    def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
+        """Return [T, E], in the last layer [R, E]."""
+        taps = self._taps_by_channel() if self._taps is None else self._taps
+        steps = batch.query_starts, batch.state_reads, batch.state_writes
+        mixed = short_conv(self.in_proj(x, batch), taps, self.conv.bias, states.tensors[0], *steps)
+        return self.out_proj(batch.attending(mixed), batch)

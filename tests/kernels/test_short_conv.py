@@ -1,0 +1,62 @@
+"""short_conv compared with torch's convolution in float64, and with itself in other cuts."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.short_conv import short_conv
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way
+
+NUM_SLOTS = 7
+LENGTHS = [1, 63, 0, 5, 1000]
+# rms of the error over that of the result; the kernel rounds a product, the sum and the result
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_float64(projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the result [T, C] of a whole sequence."""
+    b, c, x = projected.double().T.chunk(3)
+    product = functional.pad(b * x, (len(weight) - 1, 0))
+    kernel, bias = weight.double().T[:, None], None if bias is None else bias.double()
+    return (c * functional.conv1d(product[None], kernel, bias, groups=len(c))[0]).T
+
+
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("channels, num_taps, threads", [(1, 2, 1), (80, 3, 2), (300, 4, 3), (33, 9, 2)])
+@poisoned()
+def test_any_cut_has_the_bits_of_the_whole(channels: int, num_taps: int, threads: int, dtype: torch.dtype) -> None:
+    """All sequences together, and each in pieces whose states pass through slots with old values."""
+    set_threads(threads)
+    weight, generator = noise(num_taps, channels, dtype=dtype, seed=1), torch.Generator().manual_seed(2)
+    bias = noise(channels, dtype=dtype, seed=3) if channels % 2 else None
+    projected = noise(sum(LENGTHS), 3 * channels, dtype=dtype, seed=4)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    states = torch.full((NUM_SLOTS, num_taps - 1, channels), torch.nan, dtype=dtype)
+    reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])
+    whole = short_conv(projected, weight, bias, states, starts, reads, writes)
+    assert states[[1, 2, 4, 5]].isnan().all()  # of no sequence, or of one without a token
+    for s, start, length in zip(range(5), starts.tolist(), LENGTHS, strict=False):
+        rows = slice(start, start + length)
+        if length:
+            expected = in_float64(projected[rows], weight, bias)
+            error = (whole[rows].double() - expected).square().mean().sqrt()
+            assert error <= TOLERANCES[dtype] * expected.square().mean().sqrt()
+        cuts = torch.randint(0, length + 1, (4,), generator=generator).sort().values.tolist()
+        read, state = -1, torch.full((2, num_taps - 1, channels), torch.inf, dtype=dtype)
+        for number, (first, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+            write = number % 2 if number < 3 else max(read, 0)  # also in place
+            piece = projected[start + first : start + end]
+            arguments = torch.tensor([0, end - first]), torch.tensor([read]), torch.tensor([write])
+            result = short_conv(piece, weight, bias, state, *arguments)
+            assert result.equal(whole[start + first : start + end])
+            read = write if end > first else read
+        if length and writes[s] >= 0:
+            assert states[writes[s]].equal(state[read])

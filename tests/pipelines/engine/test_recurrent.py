@@ -1,0 +1,138 @@
+"""Models with recurrent layers: the bits of a row in any company and schedule, the slots of its states, and what such
+models refuse."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
+from conf.schema import DType, ParallelConfig, ParallelMode
+from conf.speculation import Speculate
+from kernels import build
+from pipelines.engine import Engine
+from pipelines.jobs.report import NO_PROGRESS
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.quantize.calibrated import calibrated
+from pipelines.tasks.export import export_model
+from tests.helpers.builders import complete, run_config
+from tests.helpers.family import noted
+from tests.helpers.hybrid_families import HYBRID
+from tests.helpers.observed_steps import pad
+
+PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
+SHORT = [prompt for prompt in PROMPTS if len(prompt) < 10]
+ROWS = DecodeConfig(max_new_tokens=12, logprobs=20)
+SEARCHES = [
+    DecodeConfig(max_new_tokens=9, num_beams=3, num_return_sequences=3),
+    DecodeConfig(max_new_tokens=9, n=4, temperature=1.0, seed=3, logprobs=1),
+    DecodeConfig(max_new_tokens=9, penalty_alpha=0.6, top_k=4),
+]
+SCHEDULES: list[dict[str, Any]] = [
+    {"threads": 1},
+    {"max_batched_tokens": 9, "block_size": 4},
+    {"block_size": 1},
+    {"block_size": 4, "kv_cache_memory": "preempts"},
+]
+MORE_QUANT = {"bfloat16": QuantConfig(scheme=QuantScheme.int8, kv_cache=KVCacheFormat.int8)}
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=HYBRID)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of the architecture whose first layer is recurrent."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    HYBRID[request.param].write(folder, **HYBRID[request.param].variants[0])
+    return folder
+
+
+def engine_of(folder: Path, dtype: str = "float32", batch_size: int = 7, **device: Any) -> Engine:
+    run = run_config(folder)
+    run = replace(run, model=replace(run.model, dtype=DType[dtype]), quant=MORE_QUANT.get(dtype, QuantConfig()))
+    return load_engine(replace(run, device=replace(run.device, **{"threads": 3, **device})), batch_size)
+
+
+@pytest.mark.skipif(build.library() is None, reason="torch's sums may run in an order of their own")
+def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, preempted: list[Any]) -> None:
+    """Searches fork and drop sequences whose states share a slot. Slots begin with NaN, and are reused at once."""
+    for dtype in ("float32", "bfloat16"):
+        engine = engine_of(folder, dtype)
+        alone = [complete(engine, [prompt], ROWS)[0] for prompt in PROMPTS]
+        searched = [[complete(engine, [prompt], decode)[0] for prompt in SHORT] for decode in SEARCHES]
+        # half of it is 10 slots; the other half has blocks for one row at least, and not for all
+        memory = 2 * max(10 * slot_bytes(engine), 14 * 4 * engine.executor.kv_bytes_per_token)
+        for schedule in (None, {}, *SCHEDULES):
+            device = schedule or {}
+            if "kv_cache_memory" in device:
+                device = device | {"kv_cache_memory": str(memory)}
+            other = engine_of(folder, dtype, **device)
+            for state in other.executor.cache.states:
+                state.fill_(torch.nan)
+            if schedule is None:
+                pad(other, 3)  # decode steps as in a CUDA graph
+            with noted((dtype, schedule)):
+                assert complete(other, PROMPTS, ROWS) == alone
+                for decode, expected in zip(SEARCHES, searched, strict=True):
+                    assert complete(other, SHORT, decode) == expected
+                other.scheduler.check_integrity()
+        assert preempted
+        preempted.clear()
+
+
+def slot_bytes(engine: Engine) -> int:
+    return sum(state[0].nbytes for state in engine.executor.cache.states)
+
+
+def test_prompts_are_computed_whole_and_nothing_leaks(folder: Path) -> None:
+    """Scores take no slot; cancelled, failed and finished requests give theirs back."""
+    engine = engine_of(folder, batch_size=2)
+    manager = engine.scheduler.state_manager
+    hidden = engine.hidden_states(PROMPTS[:2], [3, 1])
+    assert hidden.shape == (4, 64)
+    groups = [engine.add(engine.request(i, prompt, ROWS)) for i, prompt in enumerate(PROMPTS[:4])]
+    engine.step()
+    assert [len(group.sequences[0].state_slots) for group in groups] == [1, 1, 0, 0]  # two run at once
+    engine.cancel(groups[0])
+    for state in engine.executor.cache.states:
+        state[groups[1].sequences[0].state_slots[0]] = torch.nan
+    while any(group.sequences for group in groups[1:]):
+        engine.step()
+        engine.scheduler.check_integrity()
+    errors = [group.error is not None for group in groups]
+    assert errors == [False, True, False, False]  # the NaN ends its row alone
+    expected = complete(engine_of(folder), PROMPTS[2:4], ROWS)
+    assert [group.completions[0] for group in groups[2:]] == expected  # in the slot that held NaN
+    assert manager.num_slots == 32
+
+
+def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    run = run_config(folder)
+    engine = engine_of(folder)
+    refused = "is not supported for a model with recurrent layers"
+    for speculate in (Speculate.ngram, Speculate.model):
+        with pytest.raises(UserError, match=f"decode.speculate={speculate.name} {refused}, which cannot drop rejected"):
+            engine.request(0, [5], DecodeConfig(speculate=speculate))
+    with pytest.raises(UserError, match="the request has 17 sequences, which need 34 slots .*, but there are 32"):
+        engine.request(0, [5], DecodeConfig(n=17, temperature=1.0, max_new_tokens=1))
+    with pytest.raises(UserError, match=f"task=export {refused}"):
+        export_model(run, tmp_path / "out", overwrite=False)
+    ranks = replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
+    with pytest.raises(UserError, match=f"tp=2 pp=1 {refused}: give parallel=single"):
+        load_engine(ranks, 1)
+    gptq = replace(run, quant=QuantConfig(scheme=QuantScheme.int4, method=QuantMethod.gptq))
+    with pytest.raises(UserError, match=f"calibration {refused}: give a scheme without it"):
+        calibrated(gptq, resolve_model(run.model), NO_PROGRESS)
+    kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
+    with pytest.raises(UserError, match="kept_prefixes is not possible with this model"):
+        load_engine(kept, 1)
+    small = replace(run, device=replace(run.device, kv_cache_memory="1000"))
+    with pytest.raises(UserError, match=r"kv_cache_memory=1000 does not fit: a sequence's recurrent state takes 1,536"):
+        load_engine(small, 1)
+    assert not (tmp_path / "out").exists()
