@@ -40,7 +40,9 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
         raise UserError(
             f"{header.path} holds a vocabulary and no tensors: give it as model.tokenizer=FILE, and a model as model.path"
         )
-    if listed := next((key for key in header.arrays if key.startswith(f"{architecture}.")), None):
+    per_layer = PER_LAYER.get(architecture, ())
+    listed = next((key for key in header.arrays if key.startswith(f"{architecture}.") and key not in per_layer), None)
+    if listed is not None:
         raise UserError(
             f"{header.path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
         )
@@ -375,6 +377,27 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _lfm2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of LFM2. Layers without key heads are convolutions."""
+    shape, (key,) = _decoder(file), PER_LAYER["lfm2"]
+    counts = file.header.numbers(key, "i", shape["num_hidden_layers"])
+    numbers = {count for count in counts if count}
+    if len(numbers) != 1 or min(counts) < 0:
+        problem = f"{file.header.path}: {key}={counts} needs one number of key heads for all layers with attention"
+        raise UserError(f"{problem}, and 0 for all other layers")
+    return shape | {
+        "model_type": "lfm2",
+        "num_key_value_heads": numbers.pop(),
+        "norm_eps": shape.pop("rms_norm_eps"),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": file.read.count("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in file.tensors),
+    }
+
+
+PER_LAYER = {"lfm2": ("lfm2.attention.head_count_kv",)}
+"""Keys that have a value for each layer, by architecture."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen": _qwen,
@@ -389,5 +412,6 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gpt2": _gpt2,
     "bloom": _bloom,
+    "lfm2": _lfm2,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 OUTSIDE_NAME = re.compile(r"(\w+)\.(weight|bias)")
-LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
 
@@ -28,6 +28,8 @@ class TensorLayout:
     experts: str = "mlp.experts"
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
+    depthwise: tuple[str, ...] = ()
+    """Modules whose weight is [C, K] in the file and [C, 1, K] in Hugging Face's layout."""
     norm_offset: float = 0.0
     """Offset of the file's norm weights over Hugging Face's; Hugging Face's model adds the offset itself."""
     settings: tuple[str, ...] = (ROTARY_FACTORS,)
@@ -208,6 +210,24 @@ BLOOM = TensorLayout(
     layers="transformer.h",
     settings=(),
 )
+LFM2 = TensorLayout(
+    {
+        "token_embd": "model.embed_tokens",
+        "token_embd_norm": "model.embedding_norm",
+        "output_norm": "model.embedding_norm",
+    }
+    | {"output": "lm_head"},
+    {
+        "attn_norm": "operator_norm",
+        **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+        "attn_output": "self_attn.out_proj",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
+        "ffn_norm": "ffn_norm",
+        **{f"ffn_{part}": f"feed_forward.{name}" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    },
+    depthwise=("conv",),
+)
 LAYOUTS = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -226,5 +246,6 @@ LAYOUTS = {
     "deepseek_v3": DEEPSEEK,
     "gpt2": GPT2,
     "bloom": BLOOM,
+    "lfm2": LFM2,
 }
 """By model_type."""

@@ -65,7 +65,7 @@ BY_THREE_DIGITS = PreTokenizer((LLAMA3_PATTERN,))
 PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "gpt-2": PreTokenizer((GPT2_PATTERN,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2_PATTERN)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), BY_THREE_DIGITS),
     "gpt-4o": PreTokenizer((GPT4O_PATTERN,)),
@@ -75,6 +75,6 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
-"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3, Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
+"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3 (and LFM2), Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
 BLOOM.
 """

@@ -136,11 +136,17 @@ class GGUFWeights:
         if name.endswith(".blocks"):
             return torch.from_numpy(read_bytes(source)).view(self.shapes[name])
         tensor = read_tensor(source)
+        if self._is_depthwise(name):
+            return tensor.unsqueeze(1)
         return tensor.T if self._is_transposed(name) else tensor
 
     def _is_transposed(self, name: str) -> bool:
         *_, module, leaf = name.split(".")
         return leaf == "weight" and module in self._layout.transposed
+
+    def _is_depthwise(self, name: str) -> bool:
+        *_, module, leaf = name.split(".")
+        return leaf == "weight" and module in self._layout.depthwise
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._shape(name, source) for name, source in self._sources.items()}
@@ -149,6 +155,8 @@ class GGUFWeights:
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:
         if name.endswith(".blocks"):
             return source.shape[0], source.num_bytes // source.shape[0]
+        if self._is_depthwise(name) and len(source.shape) == 2:
+            return source.shape[0], 1, source.shape[1]
         return source.shape[::-1] if self._is_transposed(name) else source.shape
 
 

@@ -22,6 +22,7 @@ from models.formats import open_tokenizer
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import link
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
+from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import random_prompts, write_random
 from tests.helpers.real_tokenizers import NPM, REAL
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
@@ -100,12 +101,15 @@ def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
     references, jobs = {}, []
-    for name in [*CASES, *LLAMA_LIKE]:
+    for name in [*CASES, *LLAMA_LIKE, *HYBRID]:
         if name in NOT_WRITTEN:
             continue
         folder = tmp_path / name
         if name in CASES:
             references[name] = build(folder, name)
+        elif name in HYBRID:
+            folder.mkdir()
+            references[name] = HYBRID[name].write(folder, **HYBRID[name].variants[3])  # it writes no conv_bias
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none

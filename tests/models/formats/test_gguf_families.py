@@ -19,6 +19,8 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.base import WeightFile
+from models.formats.gguf.config import read_gguf_config
+from models.formats.gguf.header import GGUFHeader, TensorInfo
 from models.formats.gguf.reader import GGUFWeights
 from models.formats.gguf.rotary import partial_rotary_factor
 from models.layers.linear import Linear
@@ -435,3 +437,27 @@ def test_the_dtype_of_halves(tmp_path: Path) -> None:
         actual, fused = (weight.view(4, 12 + 10, 24) for weight in (actual, expected[name]))
         assert actual[:, :12].equal(fused[:, :12].to(keys).to(dtype))
         assert actual[:, 12:].equal(fused[:, 12:].to(dtype))
+
+
+@each(
+    "counts, message",
+    [
+        ([0, 2, 3], r"head_count_kv=\[0, 2, 3\] needs one number of key heads for all layers with attention, and 0"),
+        ([0, 0, 0], "needs one number of key heads"),
+        ([0, -2, -2], "needs one number of key heads"),
+        ([0, 2], "lfm2.attention.head_count_kv has 2 values, expected 3"),
+        ([0.0, 2.0, 2.0], "lfm2.attention.head_count_kv must be an array of kind 'i', found f"),
+        (["a"], "lfm2.attention.head_count_kv must be an array of kind 'i', found 1 texts"),
+        (None, "lfm2.attention.head_count_kv must be an array of kind 'i', found none"),
+    ],
+)
+def test_key_heads_of_each_layer_are_checked(counts: list[Any] | None, message: str) -> None:
+    sizes = {"embedding_length": 64, "block_count": 3, "feed_forward_length": 64, "attention.head_count": 4}
+    sizes |= {"context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3}
+    scalars = {"general.architecture": "lfm2", **{f"lfm2.{key}": value for key, value in sizes.items()}}
+    values = counts if counts == ["a"] else np.array(counts)
+    arrays = {} if counts is None else {"lfm2.attention.head_count_kv": values}
+    tensor = TensorInfo(Path("a.gguf"), (96, 64), gguf.GGMLQuantizationType.F32, 0, 4 * 96 * 64)
+    tensors = {"token_embd.weight": tensor, "blk.0.attn_norm.weight": tensor, "blk.1.attn_norm.weight": tensor}
+    with pytest.raises(UserError, match=message):
+        read_gguf_config([GGUFHeader(Path("a.gguf"), scalars, arrays, tensors)])
