@@ -93,6 +93,7 @@ ARCHITECTURES = {
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
     "kimi_k2": Architecture("Kimi K2", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
     "lfm2": Architecture("LFM2, LFM2.5", "lfm2.read_config", "lfm2.Lfm2"),
+    "lfm2_moe": Architecture("LFM2-8B-A1B", "lfm2_moe.read_config", "lfm2_moe.Lfm2Moe"),
     "llama": Architecture(
         "Llama 1, 2, 3, 3.1, 3.2, Llama Guard, TinyLlama and models of this architecture",
         "llama.read_config",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
@@ -47,6 +47,11 @@ def read_config(config: ConfigReader) -> Lfm2Config:
 
     Raises UserError for missing, mistyped or unsupported values, and for contradicting kinds of layers.
     """
+    return read_shape(config, _intermediate_size(config))
+
+
+def read_shape(config: ConfigReader, intermediate_size: int) -> Lfm2Config:
+    """Read all keys but those of the feed-forward layers. Raises UserError as `read_config` does."""
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups, num_layers = config.count("num_key_value_heads"), config.num_layers()
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
@@ -69,7 +74,7 @@ def read_config(config: ConfigReader) -> Lfm2Config:
         num_key_value_heads=groups,
         head_dim=head_dim,
         hidden_size=hidden_size,
-        intermediate_size=_intermediate_size(config),
+        intermediate_size=intermediate_size,
         num_attention_heads=heads,
         rms_norm_eps=config.positive("norm_eps", 1e-5),
         tie_word_embeddings=config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True)),
@@ -153,6 +158,12 @@ class ConvLayer(decoder.DecoderLayer):
     names = ("operator_norm", "conv", "ffn_norm", "feed_forward")
 
 
+def make_layer(c: Lfm2Config, attends: bool, feed_forward: nn.Module) -> decoder.DecoderLayer:
+    if attends:
+        return AttentionLayer(c, Attention(c), feed_forward)
+    return ConvLayer(c, ShortConv(c.hidden_size, c.num_taps, c.conv_bias), feed_forward)
+
+
 class Lfm2(DecoderLM):
     layout = ModelLayout(
         final_norm="model.embedding_norm",
@@ -164,15 +175,5 @@ class Lfm2(DecoderLM):
 
     def __init__(self, c: Lfm2Config) -> None:
         super().__init__(
-            c,
-            (
-                AttentionLayer(c, Attention(c), FeedForward(c.hidden_size, c.intermediate_size))
-                if attends
-                else ConvLayer(
-                    c,
-                    ShortConv(c.hidden_size, c.num_taps, c.conv_bias),
-                    FeedForward(c.hidden_size, c.intermediate_size),
-                )
-                for attends in c.attends
-            ),
+            c, (make_layer(c, attends, FeedForward(c.hidden_size, c.intermediate_size)) for attends in c.attends)
         )

@@ -63,6 +63,18 @@ CHATGLM_IDS = {"bos_token_id": 130004, "mask_token_id": 130000, "gmask_token_id"
 
 CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their own
     "llama": LLAMA,
+    "lfm2_moe": {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "moe_intermediate_size": 896,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "vocab_size": 65536,
+    },
     "lfm2": {
         "hidden_size": 1024,
         "block_ff_dim": 6656,

@@ -21,6 +21,13 @@ HUB = {  # the keys of LiquidAI's files
     "tie_word_embeddings": LEFT_OUT,
 }
 
+MIXTURE = {
+    "num_dense_layers": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
 HYBRID = {
     "lfm2": Family(
         "Lfm2ForCausalLM",
@@ -57,6 +64,26 @@ HYBRID = {
             ({"layer_types": [CONV] * 4}, "all layers are 'conv': at least one layer must be 'full_attention'"),
             ({"conv_L_cache": 1}, "conv_L_cache=1 keeps no earlier token"),
             ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1 is odd"),
+        ],
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        sizes={**{key: value for key, value in LFM2.items() if not key.startswith("block_")}, **MIXTURE},
+        config={"rms_norm_eps": LEFT_OUT, "layer_types": [CONV, FULL] * 2},
+        variants=[
+            {"layer_types": [CONV, FULL, CONV, CONV]},
+            {"layer_types": [FULL, CONV] * 2, "use_expert_bias": False, "routed_scaling_factor": 1.7},
+            {"layer_types": [CONV, FULL] * 2, "norm_topk_prob": False, "num_experts_per_tok": 1, "num_dense_layers": 0},
+        ],
+        read=[
+            (
+                {"tie_embedding": False, "tie_word_embeddings": LEFT_OUT, "theta": LEFT_OUT},
+                {"intermediate_size": 88, "layer_kinds": (False, True, True, True), "tie_word_embeddings": False},
+            ),
+        ],
+        refused=[
+            ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+            ({"layer_types": [CONV, FULL]}, "is not a list of num_hidden_layers=4 types"),
         ],
     ),
 }

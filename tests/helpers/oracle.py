@@ -26,7 +26,7 @@ def write_random(folder: Path, model: Any) -> Any:
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.15)
     model.save_pretrained(folder)
     return model

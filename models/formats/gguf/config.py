@@ -40,8 +40,8 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
         raise UserError(
             f"{header.path} holds a vocabulary and no tensors: give it as model.tokenizer=FILE, and a model as model.path"
         )
-    per_layer = PER_LAYER.get(architecture, ())
-    listed = next((key for key in header.arrays if key.startswith(f"{architecture}.") and key not in per_layer), None)
+    prefix, per_layer = f"{architecture}.", f"{architecture}.{PER_LAYER.get(architecture)}"
+    listed = next((key for key in header.arrays if key.startswith(prefix) and key != per_layer), None)
     if listed is not None:
         raise UserError(
             f"{header.path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
@@ -377,9 +377,9 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def _lfm2(file: GGUFMetadata) -> dict[str, Any]:
+def _lfm2(file: GGUFMetadata, architecture: str = "lfm2") -> dict[str, Any]:
     """Return the keys of LFM2. Layers without key heads are convolutions."""
-    shape, (key,) = _decoder(file), PER_LAYER["lfm2"]
+    shape, key = _decoder(file), f"{architecture}.{PER_LAYER[architecture]}"
     counts = file.header.numbers(key, "i", shape["num_hidden_layers"])
     numbers = {count for count in counts if count}
     if len(numbers) != 1 or min(counts) < 0:
@@ -396,8 +396,25 @@ def _lfm2(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-PER_LAYER = {"lfm2": ("lfm2.attention.head_count_kv",)}
-"""Keys that have a value for each layer, by architecture."""
+def _lfm2_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of LFM2-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
+    file.read.expect("expert_gating_func", (SIGMOID,), SIGMOID)
+    file.read.expect("expert_weights_norm", (True, None), None)
+    values = _lfm2(file, "lfm2moe")
+    del values["block_auto_adjust_ff_dim"]
+    return values | {
+        "model_type": "lfm2_moe",
+        "num_experts": file.read.count("expert_count"),
+        "num_experts_per_tok": file.read.count("expert_used_count"),
+        "moe_intermediate_size": file.read.count("expert_feed_forward_length"),
+        "num_dense_layers": file.read.get("leading_dense_block_count", int, 0),
+        "use_expert_bias": any("exp_probs_b" in name for name in file.tensors),
+        "routed_scaling_factor": file.read.get("expert_weights_scale", float, 0.0) or 1.0,
+    }
+
+
+PER_LAYER = dict.fromkeys(("lfm2", "lfm2moe"), "attention.head_count_kv")
+"""The key that has a value for each layer, by architecture."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen": _qwen,
@@ -413,5 +430,6 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "bloom": _bloom,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""

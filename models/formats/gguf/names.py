@@ -210,13 +210,14 @@ BLOOM = TensorLayout(
     layers="transformer.h",
     settings=(),
 )
+LFM2_EXPERT = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 LFM2 = TensorLayout(
     {
         "token_embd": "model.embed_tokens",
-        "token_embd_norm": "model.embedding_norm",
         "output_norm": "model.embedding_norm",
-    }
-    | {"output": "lm_head"},
+        "token_embd_norm": "model.embedding_norm",  # in older files
+        "output": "lm_head",
+    },
     {
         "attn_norm": "operator_norm",
         **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
@@ -224,8 +225,12 @@ LFM2 = TensorLayout(
         "attn_output": "self_attn.out_proj",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
         "ffn_norm": "ffn_norm",
-        **{f"ffn_{part}": f"feed_forward.{name}" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+        **{name: f"feed_forward.{module}" for name, module in LFM2_EXPERT.items()},
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
     },
+    in_expert=LFM2_EXPERT,
+    experts="feed_forward.experts",
     depthwise=("conv",),
 )
 LAYOUTS = {
@@ -247,5 +252,6 @@ LAYOUTS = {
     "gpt2": GPT2,
     "bloom": BLOOM,
     "lfm2": LFM2,
+    "lfm2_moe": LFM2,
 }
 """By model_type."""

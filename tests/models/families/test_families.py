@@ -10,6 +10,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES
 from tests.helpers import catalog
+from tests.helpers.cases import each
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import assert_equals_transformers, random_prompts
@@ -34,7 +35,7 @@ def test_every_variant_equals_transformers(name: str, tmp_path: Path) -> None:
             assert_equals_transformers(folder, row.write(folder, **variant), random_prompts(96, row.lengths))
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each("name", ROWS)
 def test_config(name: str) -> None:
     row = ROWS[name]
     read_config = ARCHITECTURES[row.model_type or name].read_config

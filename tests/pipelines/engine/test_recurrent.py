@@ -25,6 +25,7 @@ from tests.helpers.builders import complete, run_config
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.observed_steps import pad
+from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 SHORT = [prompt for prompt in PROMPTS if len(prompt) < 10]
@@ -45,7 +46,7 @@ MORE_QUANT = {"bfloat16": QuantConfig(scheme=QuantScheme.int8, kv_cache=KVCacheF
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+@pytest.fixture(scope="module", params=tiers(HYBRID, quick=["lfm2"], long=HYBRID))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint of the architecture whose first layer is recurrent."""
     folder = tmp_path_factory.mktemp("hybrid")
