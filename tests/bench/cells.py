@@ -140,7 +140,7 @@ def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
     """Return the settings of each ggml type: files of random blocks, of a Llama whose widths are multiples of the block
     size."""
     config = json.loads((model / "config.json").read_text())
-    if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
+    if config["hidden_size"] % 256 or config.get("intermediate_size", 1) % 256:
         return {}
     rows = {}
     for kind in KINDS:
