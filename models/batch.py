@@ -208,7 +208,8 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCache:
-    """What all sequences keep in a range of layers. The engine allocates it, the model writes it."""
+    """The keys, values and recurrent states of all sequences in a range of layers. The engine allocates them, the model
+    writes them."""
 
     layers: Sequence[LayerCache | LayerState]
 

@@ -143,7 +143,7 @@ class CausalLM(Module, ABC):
 
     @property
     def layer_caches(self) -> list[Heads | StateShapes]:
-        """What the cache of each layer of this stage holds: keys and values of these heads, or states of these shapes."""
+        """The content of each layer's cache: keys and values of these heads, or states of these shapes."""
         return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
 
     def _layer_cache(self, layer: nn.Module) -> Heads | StateShapes:
@@ -155,7 +155,7 @@ class CausalLM(Module, ABC):
     @property
     def attention_heads(self) -> list[Heads]:
         """The attention heads of each attention layer of this stage."""
-        return [kept for kept in self.layer_caches if isinstance(kept, Heads)]
+        return [content for content in self.layer_caches if isinstance(content, Heads)]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         """Return the bytes of weights that a decode step reads.

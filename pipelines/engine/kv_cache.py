@@ -31,7 +31,7 @@ def allocate_kv_cache(
     """
     if formats is None:
         formats = [(Unquantised(), Unquantised())] * len(layers)
-    formats_left = iter(formats)
+    next_formats = iter(formats)
 
     def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
         size = (num_blocks, block_size, num_heads)
@@ -42,7 +42,7 @@ def allocate_kv_cache(
         if not isinstance(layer, Heads):
             shapes = [(num_state_slots, *shape) for shape in layer]
             return LayerState(tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
-        of_keys, of_values = next(formats_left)
+        of_keys, of_values = next(next_formats)
         return (
             paged(of_keys, layer.num_key_value_heads, layer.head_dim),
             paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
