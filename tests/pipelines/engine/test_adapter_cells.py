@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
@@ -67,6 +69,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str]]] 
         DeepseekV3ForCausalLM,
         lambda: DeepseekV3Config(**DEEPSEEK, n_group=4, topk_group=2),
         ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    ),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+        ["in_proj", "out_proj", "q_proj", "w1", "w2"],
     ),
 }
 MIXED: Rows = [
