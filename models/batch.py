@@ -7,7 +7,6 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -213,7 +212,7 @@ class KVCache:
 
     layers: Sequence[LayerCache | LayerState]
 
-    @cached_property
+    @property
     def attention_layers(self) -> list[LayerCache]:
         """The keys and values of the attention layers, in order."""
         return [layer for layer in self.layers if not isinstance(layer, LayerState)]
@@ -231,4 +230,5 @@ class KVCache:
     @property
     def dtype(self) -> torch.dtype:
         """The model's compute dtype."""
-        return self.attention_layers[0][0].dtype
+        keys, _ = next(layer for layer in self.layers if not isinstance(layer, LayerState))
+        return keys.dtype

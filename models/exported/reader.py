@@ -328,7 +328,7 @@ class _Builder:
             )
         layer, is_value = divmod(number, 2)
         if channels == vectors.channels:
-            return lambda values, cache: cache.attention_layers[layer][is_value]
+            return lambda values, cache: cache.layers[layer][is_value]
         return lambda values, cache: replace(cache.attention_layers[layer][is_value], channels=channels)
 
     def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Argument, Argument]]:
