@@ -13,13 +13,15 @@ def short_conv(
     reads: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Return y [T, C] = c * (bias + sum over j of weight[j] * (b * x)[t - K + 1 + j]), where projected [T, 3 * C] is b | c | x.
+    """Return y [T, C]: y[t] = c[t] * (bias + sum over j of weight[j] * (b * x)[t - K + 1 + j]).
 
-    b * x, the sum (in float32) and y are rounded to the dtype. weight [K, C], bias [C]. Sequence s owns tokens
-    query_starts[s] to query_starts[s+1]. The K - 1 products b * x before them are states[reads[s]], oldest first, or
-    zeros if reads[s] is -1. Its last K - 1 products are written to states[writes[s]], unless this is -1 or it has no
-    token. No sequence reads a slot that another one writes. states [P, K-1, C]; query_starts [S+1], reads and writes [S]
-    int64. Rows after the last sequence are undefined.
+    projected [T, 3 * C] is b | c | x. weight [K, C], bias [C], states [P, K-1, C]; query_starts [S+1], reads and writes
+    [S] int64. The sum is in float32. The product b * x, the sum and y are rounded to the dtype.
+
+    Sequence s owns tokens query_starts[s] to query_starts[s+1]. The products of its K - 1 earlier tokens are
+    states[reads[s]], oldest first. They are zeros if reads[s] is -1. The products of its last K - 1 tokens are written to
+    states[writes[s]], unless writes[s] is -1 or the sequence has no token. No sequence reads a slot that another sequence
+    writes. Rows after the last sequence are undefined.
     """
     b, c, x = projected.chunk(3, dim=1)  # [T, C] each
     product, out, num_before = b * x, torch.zeros_like(x), len(weight) - 1

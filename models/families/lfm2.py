@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Activations
-from models import decoder
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLM
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.attention import Heads, attend, merge_qkv
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
@@ -51,7 +50,7 @@ def read_config(config: ConfigReader) -> Lfm2Config:
 
 
 def read_shape(config: ConfigReader, intermediate_size: int) -> Lfm2Config:
-    """Read all keys but those of the feed-forward layers. Raises UserError as `read_config` does."""
+    """Read the keys of all layers except the feed-forward layers. Raises UserError as `read_config` does."""
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups, num_layers = config.count("num_key_value_heads"), config.num_layers()
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
@@ -150,15 +149,15 @@ class FeedForward(MLP):
     names = ("w1", "w3", "w2")
 
 
-class AttentionLayer(decoder.DecoderLayer):
+class AttentionLayer(DecoderLayer):
     names = ("operator_norm", "self_attn", "ffn_norm", "feed_forward")
 
 
-class ConvLayer(decoder.DecoderLayer):
+class ConvLayer(DecoderLayer):
     names = ("operator_norm", "conv", "ffn_norm", "feed_forward")
 
 
-def make_layer(c: Lfm2Config, attends: bool, feed_forward: nn.Module) -> decoder.DecoderLayer:
+def make_layer(c: Lfm2Config, attends: bool, feed_forward: nn.Module) -> DecoderLayer:
     if attends:
         return AttentionLayer(c, Attention(c), feed_forward)
     return ConvLayer(c, ShortConv(c.hidden_size, c.num_taps, c.conv_bias), feed_forward)

@@ -12,7 +12,7 @@ from tests.helpers.ways import any_way
 
 NUM_SLOTS = 7
 LENGTHS = [1, 63, 0, 5, 1000]
-# rms of the error over that of the result; the kernel rounds a product, the sum and the result
+# Root mean square of the error, relative to the result's. The kernel rounds a product, the sum and the result.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
