@@ -48,6 +48,7 @@ class BatchShape(NamedTuple):
             "adapter_slots": (adapted,),
             "state_reads": (states,),
             "state_writes": (states,),
+            "state_ends": (states,),
             "block_tables": (sequences, width),
         }
 
@@ -93,7 +94,8 @@ class Batch:
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
     adapter_slots = _Field()  # [T] slot of each token's adapter, -1: none; empty if no token has an adapter
     state_reads = _Field()  # [S] slot of each sequence's recurrent state before the step, -1: its first token is new
-    state_writes = _Field()  # [S] slot of its state after the step, -1: the state is not kept. Empty as adapter_slots
+    state_writes = _Field()  # [S] slot of its state after the step, -1: the state is not kept
+    state_ends = _Field()  # [S] the state after the step includes the rows before this one; drafts follow
     block_tables = _Field()  # [S, M] padded with 0; context_lengths tells how many entries are valid
 
     def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
@@ -157,8 +159,9 @@ class Batch:
         adapter_slots: Sequence[int] = (),
         state_reads: Sequence[int] = (),
         state_writes: Sequence[int] = (),
+        state_ends: Sequence[int] = (),
     ) -> "Batch":
-        """Create a batch on the CPU. The last three fields may be empty, as in `BatchShape`."""
+        """Create a batch on the CPU. The last four fields may be empty, as in `BatchShape`."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few distinct shapes
         tables: list[int] = []
@@ -178,6 +181,7 @@ class Batch:
             adapter_slots,
             state_reads,
             state_writes,
+            state_ends,
             tables,
         )
         numbers: list[int] = []
@@ -226,6 +230,16 @@ class KVCache:
     def states(self) -> list[Tensor]:
         """The states of all recurrent layers, each [P, *]."""
         return [tensor for layer in self.layers if isinstance(layer, LayerState) for tensor in layer.tensors]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a token's keys and values."""
+        return sum(tensor[0, 0].nbytes for tensor in self.tensors)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The bytes of a sequence's recurrent states."""
+        return sum(tensor[0].nbytes for tensor in self.states)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -33,11 +33,8 @@ class ModelCapabilities:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prompts can share cached blocks.
-
-        A token's keys must depend only on the tokens before it, and blocks must hold all that the next token needs.
-        """
-        return not (self.keys_depend_on_length or self.needs_whole_prompt or self.is_recurrent)
+        """Whether prompts can share cached blocks: a token's keys must depend only on the tokens before it."""
+        return not (self.keys_depend_on_length or self.needs_whole_prompt)
 
     def refuse_recurrent(self, setting: str, remedy: str = "leave it out") -> None:
         """Raise UserError if the model has recurrent layers, which `setting` does not support."""

@@ -29,16 +29,20 @@ def short_conv(
     query_starts: Tensor,
     reads: Tensor,
     writes: Tensor,
+    ends: Tensor,
 ) -> Tensor:
     """Return [T, C], as `reference.short_conv` does. The bits of a row depend only on its sequence."""
-    floats, integers = [projected, weight, states, *([] if bias is None else [bias])], [query_starts, reads, writes]
+    floats, integers = (
+        [projected, weight, states, *([] if bias is None else [bias])],
+        [query_starts, reads, writes, ends],
+    )
     num_taps, channels = weight.shape
     fit = projected.dtype in DTYPES and all(part.is_cpu and part.dtype == projected.dtype for part in floats)
     fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers) and states.is_contiguous()
     if not fit or (projected.shape[1], states.shape[1:]) != (3 * channels, (num_taps - 1, channels)):
         raise UnsupportedArguments
     projected, weight, bias = projected.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-    query_starts, reads, writes = (part.contiguous() for part in integers)
+    query_starts, reads, writes, ends = (part.contiguous() for part in integers)
     out = torch.empty(projected.shape[0], channels, dtype=projected.dtype)
     cpp.short_conv(
         projected.data_ptr(),
@@ -48,6 +52,7 @@ def short_conv(
         query_starts.data_ptr(),
         reads.data_ptr(),
         writes.data_ptr(),
+        ends.data_ptr(),
         out.data_ptr(),
         DTYPES[projected.dtype],
         reads.shape[0],

@@ -13,7 +13,7 @@ constexpr int64_t PANEL = 256;               // channels that a thread carries t
 struct Call {
   const void *projected, *weight, *bias;
   void *states;
-  const int64_t *query_starts, *reads, *writes;
+  const int64_t *query_starts, *reads, *writes, *ends;
   void *out;
   int64_t num_taps, channels;
 };
@@ -39,8 +39,9 @@ template <Dtype DTYPE> void convolve(const Call &call, int64_t sequence, int64_t
     store_elements<DTYPE>(const_cast<char *>(row(call.out, start + t)), i, channels, y);
   }
   if (write < 0) return;
+  const int64_t kept = call.ends[sequence] - start;
   // Oldest first: a sequence that writes the slot that it reads moves each token to a lower place.
-  for (int64_t k = 0; k < num_before; ++k) store_elements<DTYPE>(state(write, k), i, channels, token(length - num_before + k));
+  for (int64_t k = 0; k < num_before; ++k) store_elements<DTYPE>(state(write, k), i, channels, token(kept - num_before + k));
 }
 
 }  // namespace
@@ -48,9 +49,9 @@ template <Dtype DTYPE> void convolve(const Call &call, int64_t sequence, int64_t
 // projected [tokens, 3, channels], weight [taps, channels], bias [channels] or null, states [slots, taps - 1, channels] and
 // out [tokens, channels] of one dtype. Rows of `out` after the last sequence are not written.
 OPERATOR(short_conv, (const void *projected, const void *weight, const void *bias, void *states, const int64_t *query_starts,
-                      const int64_t *reads, const int64_t *writes, void *out, Dtype dtype, int64_t num_sequences, int64_t num_taps,
-                      int64_t channels)) {
-  const Call call{projected, weight, bias, states, query_starts, reads, writes, out, num_taps, channels};
+                      const int64_t *reads, const int64_t *writes, const int64_t *ends, void *out, Dtype dtype,
+                      int64_t num_sequences, int64_t num_taps, int64_t channels)) {
+  const Call call{projected, weight, bias, states, query_starts, reads, writes, ends, out, num_taps, channels};
   const int64_t num_panels = divide_up(channels, PANEL), count = num_sequences * num_panels;
   const int64_t tokens = divide_up(query_starts[num_sequences], std::max<int64_t>(num_sequences, 1));  // mean of a sequence
   const int64_t size = rows_of_chunk(CHUNK_CHANNELS, tokens * PANEL);

@@ -12,20 +12,21 @@ def short_conv(
     query_starts: Tensor,
     reads: Tensor,
     writes: Tensor,
+    ends: Tensor,
 ) -> Tensor:
     """Return y [T, C]: y[t] = c[t] * (bias + sum over j of weight[j] * (b * x)[t - K + 1 + j]).
 
-    projected [T, 3 * C] is b | c | x. weight [K, C], bias [C], states [P, K-1, C]; query_starts [S+1], reads and writes
-    [S] int64. The sum is in float32. The product b * x, the sum and y are rounded to the dtype.
+    projected [T, 3 * C] is b | c | x. weight [K, C], bias [C], states [P, K-1, C]; query_starts [S+1], reads, writes
+    and ends [S] int64. The sum is in float32. The product b * x, the sum and y are rounded to the dtype.
 
     Sequence s owns tokens query_starts[s] to query_starts[s+1]. The products of its K - 1 earlier tokens are
-    states[reads[s]], oldest first. They are zeros if reads[s] is -1. The products of its last K - 1 tokens are written to
-    states[writes[s]], unless writes[s] is -1 or the sequence has no token. No sequence reads a slot that another sequence
-    writes. Rows after the last sequence are undefined.
+    states[reads[s]], oldest first. They are zeros if reads[s] is -1. The products of its last K - 1 tokens before
+    ends[s] are written to states[writes[s]], unless writes[s] is -1 or the sequence has no token. No sequence reads a
+    slot that another sequence writes. Rows after the last sequence are undefined.
     """
     b, c, x = projected.chunk(3, dim=1)  # [T, C] each
     product, out, num_before = b * x, torch.zeros_like(x), len(weight) - 1
-    for s, (read, write) in enumerate(zip(reads.tolist(), writes.tolist(), strict=True)):
+    for s, (read, write, kept) in enumerate(zip(*map(Tensor.tolist, (reads, writes, ends)), strict=True)):
         start, end = query_starts[s : s + 2].tolist()
         if start == end:
             continue
@@ -36,5 +37,5 @@ def short_conv(
             total = total + weight[j].float() * tokens[j : j + end - start].float()
         out[start:end] = c[start:end] * total.to(x.dtype)
         if write >= 0:
-            states[write] = tokens[len(tokens) - num_before :]
+            states[write] = tokens[kept - start : kept - start + num_before]
     return out

@@ -17,13 +17,14 @@ def short_conv(
     query_starts: Tensor,
     reads: Tensor,
     writes: Tensor,
+    ends: Tensor,
 ) -> Tensor:
     """Compute the same as kernels/short_conv/reference.py."""
     projected, weight, (num_taps, channels) = projected.contiguous(), weight.contiguous(), weight.shape
     out = torch.zeros(projected.shape[0], channels, dtype=projected.dtype, device=projected.device)
     if len(reads):
         _short_conv[len(reads), triton.cdiv(channels, SIZE)](
-            projected, weight, bias, states, query_starts, reads, writes, out, channels, TAPS=num_taps, SIZE=SIZE
+            projected, weight, bias, states, query_starts, reads, writes, ends, out, channels, TAPS=num_taps, SIZE=SIZE
         )
     return out
 
@@ -48,6 +49,7 @@ def _short_conv(
     query_starts,
     reads,
     writes,
+    ends,
     out,
     channels,
     TAPS: tl.constexpr,
@@ -72,6 +74,7 @@ def _short_conv(
         y = c * total.to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + t * channels + channel, y.to(out.dtype.element_ty), mask=mask)
     if (write >= 0) & (start < end):
+        kept = tl.load(ends + sequence)
         for k in tl.static_range(before):  # oldest first: the slot that is written may be the one that is read
-            product = _product(projected, old_states, end - before + k, start, read, channels, mask)
+            product = _product(projected, old_states, kept - before + k, start, read, channels, mask)
             tl.store(states + (write * before + k) * channels + channel, product, mask=mask)

@@ -13,7 +13,7 @@ from conf.errors import shortened
 from models.batch import Batch, BatchShape, KVCache
 
 ADAPTERS = "adapter_slots"
-STATES = ("state_reads", "state_writes")
+STATES = ("state_reads", "state_writes", "state_ends")
 """Fields of recurrent models, which are not exported."""
 INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name not in (ADAPTERS, *STATES))
 """The fields of a batch that are inputs of a graph, in order."""

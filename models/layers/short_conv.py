@@ -41,6 +41,6 @@ class ShortConv(Module):
     def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
         """Return [T, E], in the last layer [R, E]."""
         taps = self._taps_by_channel() if self._taps is None else self._taps
-        steps = batch.query_starts, batch.state_reads, batch.state_writes
+        steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
         mixed = short_conv(self.in_proj(x, batch), taps, self.conv.bias, states.tensors[0], *steps)
         return self.out_proj(batch.attending(mixed), batch)

@@ -24,6 +24,8 @@ class NewTokens(NamedTuple):
     """Slot of the sequence's adapter in the model's tables; -1 for no adapter, and for a draft model."""
     state_slots: StateSlots | None = None
     """None: the model has no recurrent layer."""
+    num_drafts: int = 0
+    """The last `num_drafts` tokens are drafts, which the recurrent state after the step does not include."""
 
 
 def build_batch(plan: StepPlan, block_size: int, all_outputs: bool = False) -> Batch:
@@ -40,8 +42,9 @@ def build_batch(plan: StepPlan, block_size: int, all_outputs: bool = False) -> B
 def _new_tokens(item: Scheduled) -> NewTokens:
     known = item.sequence.token_ids[item.start : item.start + item.num_new_tokens]
     token_ids = known + [UNKNOWN] * (item.num_new_tokens - len(known)) + list(item.drafts)
-    num_outputs = item.num_outputs + len(item.drafts)
-    return NewTokens(item.sequence, item.start, token_ids, num_outputs, item.group.adapter_slot, item.state_slots)
+    num_drafts, adapter_slot = len(item.drafts), item.group.adapter_slot
+    num_outputs = item.num_outputs + num_drafts
+    return NewTokens(item.sequence, item.start, token_ids, num_outputs, adapter_slot, item.state_slots, num_drafts)
 
 
 def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
@@ -52,9 +55,10 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
     context_lengths: list[int] = []
     output_rows: list[int] = []
     adapter_slots: list[int] = []
+    state_ends: list[int] = []
     state_slots = [part.state_slots for part in parts if part.state_slots is not None]
     starts, output_starts = [0], [0]
-    for sequence, start, new_token_ids, num_outputs, adapter_slot, _ in parts:
+    for sequence, start, new_token_ids, num_outputs, adapter_slot, slots_of_state, num_drafts in parts:
         table, prefix, after = sequence.block_table, sequence.prefix, start + len(new_token_ids)
         token_ids += new_token_ids
         positions += range(prefix.first_position + start, prefix.first_position + after)
@@ -68,6 +72,7 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         starts.append(end)
         output_rows += range(end - num_outputs, end)
         output_starts.append(len(output_rows))
+        state_ends += [end - num_drafts] if slots_of_state else []
     return Batch.of(
         token_ids=token_ids,
         positions=positions,
@@ -82,6 +87,7 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         adapter_slots=adapter_slots if any(part.adapter_slot >= 0 for part in parts) else (),
         state_reads=[slots.read for slots in state_slots],
         state_writes=[slots.write for slots in state_slots],
+        state_ends=state_ends,
     )
 
 
@@ -115,4 +121,5 @@ def prompt_batch(
         output_starts=[0, *itertools.accumulate(num_outputs)],
         state_reads=[-1] * len(prompts) * is_recurrent,
         state_writes=[-1] * len(prompts) * is_recurrent,
+        state_ends=ends * is_recurrent,
     )

@@ -14,6 +14,7 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
+from pipelines.engine.kv_cache import state_manager_of
 from pipelines.engine.request import Output, Pooling, Request, SequenceGroup, Sink
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.scheduler import Scheduler
@@ -58,8 +59,8 @@ class Engine(StepLoop):
         self.config, self.tokenizer = config, tokenizer
         self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
-        num_state_slots = len(cache.states[0]) if cache.states else 0
-        sizes = self.num_blocks, block_size, num_state_slots
+        state_manager = state_manager_of(cache)
+        sizes = self.num_blocks, block_size, state_manager.num_slots
         self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, *sizes)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
         scheduler = Scheduler(
@@ -68,7 +69,8 @@ class Engine(StepLoop):
             config.max_batched_tokens,
             self.capabilities,
             self.adapters.slots,
-            num_state_slots,
+            state_manager,
+            config.eos_token_ids,
         )
         super().__init__(scheduler, block_size, vocab_size, looks_ahead=self.device.type == "cuda")
         self._make_executor = make_executor

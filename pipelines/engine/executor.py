@@ -104,7 +104,7 @@ class Executor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
+        return self.cache.bytes_per_token
 
     @property
     def cache_tensors(self) -> dict[str, tuple[Tensor, Heads]]:

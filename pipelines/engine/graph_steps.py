@@ -28,6 +28,7 @@ PADDING = {  # values of padding rows: sequences without new tokens, which atten
     "adapter_slots": -1,
     "state_reads": -1,
     "state_writes": -1,
+    "state_ends": 0,
 }
 
 

@@ -10,8 +10,11 @@ from conf.support.sizes import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache, LayerCache, LayerState, StateShapes
 from models.layers.attention import Heads
+from pipelines.engine.snapshots import MIN_TOKENS
+from pipelines.engine.state_manager import StateManager
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by device type
+TOKENS_PER_SNAPSHOT = 256
 AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is allocated
 
 
@@ -51,20 +54,17 @@ def allocate_kv_cache(
     return KVCache([of_layer(layer) for layer in layers])
 
 
-def state_bytes(layers: Sequence[Heads | StateShapes], dtype: torch.dtype) -> int:
-    """Return the bytes of one sequence's recurrent states in these layers."""
-    cache = allocate_kv_cache(layers, 0, 1, None, dtype, torch.device("meta"), num_state_slots=1)
-    return sum(tensor.nbytes for tensor in cache.states)
+def choose_num_state_slots(cache: KVCache, wanted_slots: int, wanted_tokens: int, memory: str, free: int) -> int:
+    """Return the number of state slots: `wanted_slots` for sequences, and those of snapshots.
 
-
-def choose_num_state_slots(slot_bytes: int, wanted_slots: int, memory: str, free: int) -> int:
-    """Return the number of state slots of `slot_bytes` each, at most `wanted_slots`.
-
-    They take at most half of `device.kv_cache_memory` (`memory`) with `free` bytes free. Raises UserError if this is
-    less than two slots.
+    The sequences' slots take at most half of `device.kv_cache_memory` (`memory`) with `free` bytes free. Of the rest,
+    snapshots take at most a third, and one slot per TOKENS_PER_SNAPSHOT tokens of the KV cache. `cache`: one with the
+    same layers and formats. `wanted_tokens`: the most tokens of an automatic cache. Raises UserError if half of the
+    memory is less than two slots.
     """
-    if not slot_bytes:
+    if not cache.states:
         return 0
+    slot_bytes = cache.bytes_per_slot
     most = int(AUTO_SHARE * free) if memory == "auto" else num_bytes(memory, free)
     num_slots = min(wanted_slots, most // 2 // slot_bytes)
     if num_slots < 2:
@@ -72,7 +72,19 @@ def choose_num_state_slots(slot_bytes: int, wanted_slots: int, memory: str, free
             f"device.kv_cache_memory={memory} does not fit: a sequence's recurrent state takes {slot_bytes:,} bytes"
         )
         raise UserError(f"{problem}: give at least {4 * slot_bytes} bytes, a fraction, or auto")
-    return num_slots
+    rest = most - num_slots * slot_bytes
+    num_snapshots = min(rest // 3 // slot_bytes, rest // (TOKENS_PER_SNAPSHOT * cache.bytes_per_token + slot_bytes))
+    if memory == "auto":
+        num_snapshots = min(num_snapshots, wanted_tokens // TOKENS_PER_SNAPSHOT)
+    return num_slots + num_snapshots
+
+
+def state_manager_of(cache: KVCache) -> StateManager:
+    """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often."""
+    if not cache.states:
+        return StateManager(0)
+    saves_outputs = cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token
+    return StateManager(len(cache.states[0]), saves_outputs)
 
 
 def choose_num_blocks(

@@ -95,7 +95,7 @@ def _first_rows(plan: StepPlan) -> list[int]:
 
 def _without_first_draft(item: Scheduled) -> Scheduled:
     after = item.start + item.num_new_tokens
-    return item._replace(start=after, num_new_tokens=1, num_outputs=1, drafts=item.drafts[1:])
+    return item._replace(start=after, num_new_tokens=1, num_outputs=1, drafts=item.drafts[1:], state_slots=None)
 
 
 def can_choose_ahead(plan: StepPlan) -> bool:

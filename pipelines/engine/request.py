@@ -11,6 +11,7 @@ from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.guide import Guide
 from pipelines.engine.ngrams import NgramIndex
+from pipelines.engine.snapshots import NO_SNAPSHOTS, Snapshots
 from pipelines.engine.thinking import Thinking
 from pipelines.engine.token_counts import TokenCounts
 
@@ -209,6 +210,9 @@ class Sequence(SamplingContext):
     """Slots of its recurrent state: the last one is its own; a slot before it is read by the step in progress."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks, computed on demand."""
+    snapshots: Snapshots = NO_SNAPSHOTS
+    last_snapshot: int = 0
+    """Number of tokens before the last snapshot that it has read or saved; 0: none."""
     is_past_threshold: bool = False
     """Whether its keys are computed for a text longer than the model's `long_rope_threshold`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)

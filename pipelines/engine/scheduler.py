@@ -5,13 +5,13 @@ Requests are served in the order in which they arrive, background requests last.
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from models.capabilities import ModelCapabilities
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
-from pipelines.engine.block_hashes import extend_hashes, root_hash
 from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.prefix_cache import PrefixCache
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 from pipelines.engine.state_manager import StateManager, StateSlots
 
@@ -27,7 +27,7 @@ class Scheduled(NamedTuple):
     drafts: tuple[int, ...] = ()
     """Draft tokens that follow the new tokens. The step also computes them, and each is an output row."""
     state_slots: StateSlots | None = None
-    """None: the model has no recurrent layer."""
+    """None: the model has no recurrent layer, or the token is an accepted draft of an earlier step."""
 
 
 class StepPlan(NamedTuple):
@@ -54,16 +54,18 @@ class Scheduler:
         max_batched_tokens: int,
         capabilities: ModelCapabilities,
         adapters: AdapterSlots | None = None,
-        num_state_slots: int = 0,
+        state_manager: StateManager | None = None,
+        turn_end_ids: Set[int] = frozenset(),
     ) -> None:
         """`max_batched_tokens`: token budget of a step, unless the caller passes a smaller one.
 
-        `capabilities`: the model's. `adapters`: the slots for requests with an adapter. `num_state_slots`: the slots
-        for recurrent states; 0 if no layer is recurrent.
+        `capabilities`: the model's. `adapters`: the slots for requests with an adapter. `state_manager`: the slots for
+        recurrent states, unless no layer is recurrent. `turn_end_ids`: the tokens that end a turn of a conversation.
         """
         self._adapters = adapters
         self.block_manager = block_manager
-        self.state_manager = StateManager(num_state_slots)
+        self.state_manager = state_manager or StateManager(0)
+        self.prefix_cache = PrefixCache(block_manager, self.state_manager, turn_end_ids)
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
         self._needs_whole_prompt = capabilities.needs_whole_prompt
@@ -142,6 +144,7 @@ class Scheduler:
             or any(self._is_past_threshold(len(s.token_ids) + 1) and not s.is_past_threshold for s in sequences)
             or any(s.num_output_tokens + 1 >= s.params.max_new_tokens for s in sequences)
             or sum(missing.values()) > self.block_manager.num_free_blocks
+            or any(self.prefix_cache.saves_state(i.sequence, i.start + i.num_new_tokens) for i in plan.scheduled)
         ):
             return None
         for sequence, num_blocks in missing.items():
@@ -177,22 +180,17 @@ class Scheduler:
         """Record that the plan's tokens, without drafts, are in the cache.
 
         Blocks that became full enter the prefix cache. Skips sequences that have ended or failed since the plan was
-        made; their blocks are already released.
+        made; their blocks are already released. Skips accepted drafts of a model with recurrent layers: the state does
+        not include them, so they are computed again together with the next token.
         """
-        blocks = self.block_manager
         for item in plan.scheduled:
             sequence = item.sequence
-            if sequence not in item.group.sequences:
+            is_left_out = self.state_manager.num_slots > 0 and item.state_slots is None
+            if sequence not in item.group.sequences or is_left_out:
                 continue
-            self.state_manager.keep_last(sequence.state_slots)
-            first = sequence.prefix.num_tokens
-            before = (first + sequence.num_computed_tokens) // blocks.block_size
             sequence.num_computed_tokens += item.num_new_tokens
-            full = (first + sequence.num_computed_tokens) // blocks.block_size
-            if full > before and sequence.params.prefix_cache:
-                self._extend_hashes(sequence, full)
-                for i in range(before, full):
-                    blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
+            self.state_manager.keep_last(sequence.state_slots)
+            self.prefix_cache.remember(sequence, item.num_new_tokens)
             if sequence.first_output_position is not None:
                 is_complete = not sequence.num_uncomputed_tokens
                 sequence.first_output_position = None if is_complete else sequence.num_computed_tokens
@@ -255,7 +253,7 @@ class Scheduler:
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
         """Return the new tokens of each sequence: all that it needs, or an even share of the remaining budget."""
         budget = self._budget(max_tokens, len(sequences))
-        num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
+        num_new_tokens = {sequence: _num_wanted_tokens(sequence) for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
             return num_new_tokens
         for i, sequence in enumerate(sorted(sequences, key=num_new_tokens.__getitem__)):
@@ -274,10 +272,9 @@ class Scheduler:
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._needs_whole_prompt:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
-        if num_slots := self.state_manager.num_slots:
-            needed = sum(self.state_manager.num_needed(g.request.params.num_sequences) for g in groups)
-            if needed > num_slots:
-                return False
+        num_slots = self.state_manager.num_slots
+        if num_slots and num_slots < sum(StateManager.num_needed(g.request.params.num_sequences) for g in groups):
+            return False
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
     def _allocate_or_preempt(
@@ -331,28 +328,15 @@ class Scheduler:
         """
         sequence = group.sequences[0]
         self._update_past_threshold(sequence)
-        self._take_cached_blocks(sequence)
+        self.prefix_cache.take(sequence)
         if self._num_missing_in_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
+        self.state_manager.count_hits(sequence.state_slots)
         if group.num_cached_tokens is None:  # the first admission: after a preemption the group finds its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
         self._allocate(sequence, copies)
         return True
-
-    def _take_cached_blocks(self, sequence: Sequence) -> None:
-        blocks, prefix, cached = self.block_manager, sequence.prefix, list[int]()
-        num_full = prefix.num_tokens // blocks.block_size
-        if sequence.params.prefix_cache and sequence.first_output_position is None:
-            # At least one token is computed again, because its logits are needed.
-            num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
-            self._extend_hashes(sequence, num_blocks)
-            cached = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
-        # The first cached block also has the prefix's last tokens. It replaces the prefix's partly filled block.
-        sequence.block_table = [*prefix.blocks[:num_full], *cached] if cached else [*prefix.blocks]
-        blocks.share(sequence.block_table)
-        if cached:
-            sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size - prefix.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
         self._stop(group)
@@ -415,11 +399,6 @@ class Scheduler:
         if missing := self._num_missing_blocks(sequence):
             sequence.block_table += blocks.allocate(missing)
 
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        size, num_prefix_tokens = self.block_manager.block_size, sequence.prefix.num_tokens
-        root = root_hash(sequence)
-        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, root, num_prefix_tokens)
-
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)
         self.state_manager.free(sequence.state_slots)
@@ -432,6 +411,12 @@ def _next_token(item: Scheduled) -> Scheduled:
     """Return the item of the step after this one, which has one more token."""
     slots = item.state_slots and item.state_slots._replace(read=item.state_slots.write)
     return item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1, state_slots=slots)
+
+
+def _num_wanted_tokens(sequence: Sequence) -> int:
+    """Return the number of tokens up to the next snapshot in the prompt, or of all that are not computed."""
+    ends = [end for end in sequence.snapshots.ends if end > sequence.num_computed_tokens]
+    return min([*ends, len(sequence.token_ids)]) - sequence.num_computed_tokens
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:

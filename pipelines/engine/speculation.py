@@ -102,7 +102,7 @@ class Speculator:
         rows = [item.sequence for item in plan.scheduled]
         num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
         lengths = self._budget.lengths(rows, most, num_tokens)
-        decodes = all(item.num_new_tokens == item.num_outputs for item in plan.scheduled)
+        decodes = all(item.start >= item.sequence.num_prompt_tokens for item in plan.scheduled)
         if any(lengths):
             reserved = self._scheduler.reserve(plan, lengths, max_tokens)
             drafts = self._propose([(row, count) for row, count in zip(rows, reserved, strict=True) if count])

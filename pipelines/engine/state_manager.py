@@ -1,7 +1,9 @@
-"""Allocation and reference counts of the slots that hold the recurrent states of sequences. Imports no torch.
+"""Allocation and reference counts of the slots that hold the recurrent states of sequences, and their snapshots.
 
-A slot holds the states of one sequence in all recurrent layers. A sequence that forks shares its slot until its next
-step, which writes another slot.
+Imports no torch. A slot holds the states of one sequence in all recurrent layers. A sequence that forks shares its slot
+until its next step, which writes another slot. A snapshot is a slot that no step writes any more: the state after a
+full block, found by the block's hash, as the prefix cache finds the block. A prompt that begins with the same tokens
+reads the snapshot in its first step. Saving and reading a snapshot copies nothing.
 """
 
 from collections import Counter
@@ -19,39 +21,85 @@ class StateSlots(NamedTuple):
 
 
 class StateManager:
-    """Slots with reference counts. Invariant: empty + owned == all."""
+    """Slots with reference counts. Invariant: empty + cached + owned == all. Cached: a snapshot that no sequence owns.
 
-    def __init__(self, num_slots: int) -> None:
-        """`num_slots`: 0 for a model without recurrent layers."""
+    `_evict` chooses the snapshot that makes place: first a snapshot whose own continuation is saved too, then the least
+    recently used. Snapshots that several prompts read stay as long as they are at most half of all.
+    """
+
+    def __init__(self, num_slots: int, saves_outputs: bool = False) -> None:
+        """`num_slots`: 0 for a model without recurrent layers.
+
+        `saves_outputs`: whether each full block of an output leaves a snapshot, which is worth it for small states.
+        """
         self.num_slots = num_slots
+        self.saves_outputs = saves_outputs
         self._empty = list(range(num_slots - 1, -1, -1))  # a stack
         self._owners = [0] * num_slots
+        self._hash_of: dict[int, bytes] = {}
+        self._slot_of: dict[bytes, int] = {}
+        self._cached: dict[int, None] = {}  # least recently used first
+        self._num_hits = Counter[int]()
+        self._superseded = set[int]()
 
     @staticmethod
     def num_needed(num_sequences: int) -> int:
         """Return the most slots that a request of this number of sequences owns at once.
 
-        In the step after a fork, each sequence may write a slot of its own while all their old slots are read.
+        A step may read one slot of each sequence, which others share or which is a snapshot, and write another one.
         """
-        return 1 if num_sequences == 1 else 2 * num_sequences
+        return 2 * num_sequences
 
     def take(self, owned: list[int], is_started: bool) -> StateSlots | None:
         """Return the slots of a sequence's next step; None without recurrent layers.
 
-        `owned`, its slots, receives a slot that no other sequence owns. `is_started`: whether its first tokens are
+        `owned`, its slots, receives a slot that the step may write. `is_started`: whether its first tokens are
         computed. The scheduler admits no more requests than have slots.
         """
         if not self.num_slots:
             return None
-        if not owned or self._owners[owned[-1]] > 1:
-            owned.append(self._empty.pop())
+        if not owned or self._owners[owned[-1]] > 1 or owned[-1] in self._hash_of:
+            owned.append(self._empty.pop() if self._empty else self._evict())
             self._owners[owned[-1]] = 1
         return StateSlots(owned[0] if is_started else -1, owned[-1])
 
-    def share(self, owned: list[int]) -> None:
-        """Add an owner to the slots of a sequence that is forked."""
+    def share(self, owned: Iterable[int]) -> None:
+        """Add an owner to a snapshot that `find` returned, or to the slots of a sequence that is forked."""
         for slot in owned:
             self._owners[slot] += 1
+            self._cached.pop(slot, None)
+
+    def find(self, hashes: list[bytes]) -> tuple[int, list[int]]:
+        """Return the number of blocks before the last snapshot among these hashes, and its slot; (0, []) if none.
+
+        The caller does not own the slot yet.
+        """
+        for depth in range(len(hashes), 0, -1):
+            if (slot := self._slot_of.get(hashes[depth - 1])) is not None:
+                return depth, [slot]
+        return 0, []
+
+    def remember(self, slot: int, value: bytes) -> None:
+        """Make the caller's slot a snapshot. An earlier snapshot with this hash stays."""
+        if value not in self._slot_of:
+            self._hash_of[slot] = value
+            self._slot_of[value] = slot
+
+    def supersede(self, value: bytes) -> None:
+        """Record that a snapshot's own continuation is saved too. If the snapshot is unknown, do nothing."""
+        if value in self._slot_of:
+            self._superseded.add(self._slot_of[value])
+
+    def drop(self, value: bytes) -> None:
+        """Empty the slot of a snapshot, unless a sequence owns it or has read it."""
+        slot = self._slot_of.get(value)
+        if slot in self._cached and not self._num_hits[slot]:
+            self._forget(slot)
+            self._empty.append(slot)
+
+    def count_hits(self, slots: list[int]) -> None:
+        """Record that an admitted sequence reads these snapshots."""
+        self._num_hits.update(slots)
 
     def keep_last(self, owned: list[int]) -> None:
         """Release all slots of a sequence but the one that its last step has written."""
@@ -66,12 +114,32 @@ class StateManager:
     def _release(self, slot: int) -> None:
         self._owners[slot] -= 1
         if not self._owners[slot]:
-            self._empty.append(slot)
+            if slot in self._hash_of:
+                self._cached[slot] = None
+            else:
+                self._empty.append(slot)
+
+    def _evict(self) -> int:
+        seldom = [slot for slot in self._cached if self._num_hits[slot] < 2]
+        protects = 2 * (len(self._cached) - len(seldom)) <= self.num_slots
+        candidates = seldom if seldom and protects else list(self._cached)
+        slot = next((slot for slot in seldom if slot in self._superseded), candidates[0])
+        self._forget(slot)
+        return slot
+
+    def _forget(self, slot: int) -> None:
+        del self._cached[slot], self._slot_of[self._hash_of.pop(slot)], self._num_hits[slot]
+        self._superseded.discard(slot)
 
     def check_integrity(self, owned: Iterable[list[int]]) -> None:
-        """Raise RuntimeError unless reference counts match the sequences' slots, and all other slots are empty."""
+        """Raise RuntimeError unless reference counts match the sequences' slots, and each slot has exactly one state."""
         counts = Counter(slot for slots in owned for slot in slots)
         if any(self._owners[slot] != counts[slot] for slot in range(self.num_slots)):
             raise RuntimeError("reference counts of state slots differ from what the sequences own")
-        if sorted([*self._empty, *counts]) != list(range(self.num_slots)):
-            raise RuntimeError(f"state slots do not add up: {len(self._empty)} empty, {len(counts)} owned")
+        if sorted([*self._empty, *self._cached, *counts]) != list(range(self.num_slots)):
+            numbers = f"{len(self._empty)} empty, {len(self._cached)} cached, {len(counts)} owned"
+            raise RuntimeError(f"state slots do not add up: {numbers}")
+        if {slot: value for value, slot in self._slot_of.items()} != self._hash_of:
+            raise RuntimeError("snapshots and their hashes do not match")
+        if not self._cached.keys() | self._superseded | self._num_hits.keys() <= self._hash_of.keys():
+            raise RuntimeError("a slot that is no snapshot is treated as one")

@@ -3,6 +3,8 @@
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
+
 from conf.schema import DeviceConfig
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
@@ -13,7 +15,6 @@ from pipelines.engine.kv_cache import (
     choose_num_blocks,
     choose_num_state_slots,
     free_memory,
-    state_bytes,
 )
 from pipelines.engine.state_manager import StateManager
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
@@ -84,10 +85,12 @@ def make_caches(
     formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
     ranks = (driver.context.size, driver.context.num_sharing) if driver else (1, 1)
-    slot_bytes = state_bytes(plans[0].model.layer_caches, plans[0].dtype)
-    most_slots = StateManager.num_needed(num_sequences)
-    num_state_slots = choose_num_state_slots(slot_bytes, most_slots, config.kv_cache_memory, free)
-    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks, num_state_slots * slot_bytes)
+    layers = [*chain.from_iterable(plan.model.layer_caches for plan in plans)]
+    one = allocate_kv_cache(layers, 1, 1, formats, plans[0].dtype, torch.device("meta"), num_state_slots=1)
+    num_state_slots = choose_num_state_slots(
+        one, StateManager.num_needed(num_sequences), sum(num_tokens), config.kv_cache_memory, free
+    )
+    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks, num_state_slots * one.bytes_per_slot)
     if driver:
         num_blocks = driver.fewest_blocks(num_blocks)
     return [allocate_cache(plan, config, num_blocks, num_state_slots) for plan in plans]

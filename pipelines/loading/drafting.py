@@ -100,9 +100,6 @@ def unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Spec
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
     if not plan.model.config.capabilities.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
-    if plan.model.config.capabilities.is_recurrent:
-        reason = "is not supported for a model with recurrent layers, which cannot drop rejected drafts: leave it out"
-        reasons |= {mode: reason for mode in Speculate if mode is not Speculate.none}
     if plan.quant.activations is Activations.auto:
         reason = f"contradicts quant.activations=auto, {BESIDE_AUTO}: leave one of them out"
         reasons |= {mode: reason for mode in Speculate if mode is not Speculate.none}

@@ -99,6 +99,7 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
     if not names:
         return []
     source = plan.source
+    source.shape.capabilities.refuse_recurrent("device.kept_prefixes")
     if not source.shape.capabilities.shares_prefixes:
         raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
     expected = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)

@@ -44,6 +44,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         device = prepare_device(run.device)
         ready = calibrated(run, resolve_model(run.model), progress)
         engine = build_engine(ready, device, run.device, run.parallel, run.decode, 1, progress)
+        engine.capabilities.refuse_recurrent("task=prefix")
         if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()

@@ -131,7 +131,7 @@ Case = Callable[[int, int, Place], Sequence[Tensor]]
 
 def convolved(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     states, starts = torch.zeros(2, 2, channels), at(torch.tensor([0, rows]))
-    weight, slots = at(waves(3, channels)), (at(torch.tensor([-1])), at(torch.tensor([1])))
+    weight, slots = at(waves(3, channels)), (at(torch.tensor([-1])), at(torch.tensor([1])), starts[1:])
     return short_conv(at(waves(rows, 3 * channels)), weight, at(waves(channels)), states, starts, *slots), states
 
 

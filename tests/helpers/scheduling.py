@@ -19,6 +19,9 @@ from pipelines.engine.request import (
 )
 from pipelines.engine.request_factory import RequestFactory, resolve_sampling_params
 from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
+from pipelines.engine.state_manager import StateManager
+
+TURN_END = 3
 
 
 class FakeBeams:
@@ -67,10 +70,12 @@ def scheduler_of(
     block_size: int = 4,
     max_num_requests: int = 4,
     budget: int = 64,
+    states: StateManager | None = None,
     **capabilities: Any,
 ) -> Scheduler:
     blocks = BlockManager(num_blocks, block_size)
-    return Scheduler(blocks, max_num_requests, budget, ModelCapabilities(**capabilities))
+    settings = max_num_requests, budget, ModelCapabilities(**capabilities), None, states
+    return Scheduler(blocks, *settings, turn_end_ids={TURN_END})
 
 
 def factory_of(vocab_size: int = 96, num_tokens: int = 4096) -> RequestFactory:
@@ -78,6 +83,9 @@ def factory_of(vocab_size: int = 96, num_tokens: int = 4096) -> RequestFactory:
     config = EngineConfig(ContextLimit(num_tokens, "max_position_embeddings"), frozenset(), {}, 1, num_tokens)
     return RequestFactory(None, vocab_size, ModelCapabilities(), config, num_blocks=num_tokens, block_size=16)
 
+
+States = dict[int, tuple[int, ...]]
+"""The tokens that the state in each slot was computed from."""
 
 Keys = dict[tuple[int, int], tuple[object, ...]]
 """For each slot of each block, the input that its key was computed from: the prefix, and the tokens up to the slot's
@@ -91,11 +99,12 @@ def step(
     keys: Keys | None = None,
     num_drafts: int = 0,
     num_right: int = 0,
+    states: States | None = None,
 ) -> dict[int, int]:
     """Plan and commit a step with a fake model whose next token is a function of the tokens so far.
 
     Returns the tokens that each request computed. `sides`: for each block, whether its keys are for texts beyond the
-    long RoPE threshold; kept from step to step, as `keys` are. Sequences request `num_drafts` drafts, of which the
+    long RoPE threshold; kept from step to step, as `keys` and `states` are. Sequences request `num_drafts` drafts, of which the
     first `num_right` are right.
     """
     plan = scheduler.plan(max_tokens)
@@ -110,6 +119,8 @@ def step(
         check_sides(scheduler, plan, sides)
     if keys is not None:
         check_keys(scheduler, plan, keys)
+    if states is not None:
+        check_states(plan, states)
     while plan.scheduled:  # again for accepted drafts, which need no computation
         scheduler.commit(plan)
         for group in plan.ready:
@@ -186,6 +197,20 @@ def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:
             if i < item.start:
                 assert keys[sequence.block_table[block], place] == key
             keys[sequence.block_table[block], place] = key
+
+
+def check_states(plan: StepPlan, states: States) -> None:
+    """Check that every state that a sequence reads is of its own tokens, and that the step writes no slot twice and none
+    that another sequence reads."""
+    slots = [(item, item.state_slots) for item in plan.scheduled if item.state_slots]
+    writes = [written for _, (_, written) in slots]
+    assert len(set(writes)) == len(writes)
+    for item, (read, written) in slots:
+        assert (read < 0) == (item.start == 0)
+        assert read < 0 or states[read] == tuple(item.sequence.token_ids[: item.start])
+        assert read == written or read not in writes
+    for item, (_, written) in slots:
+        states[written] = tuple(item.sequence.token_ids[: item.start + item.num_new_tokens])
 
 
 def check_writable(scheduler: Scheduler) -> None:

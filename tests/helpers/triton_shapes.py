@@ -108,7 +108,7 @@ def rows() -> None:
         quantize_rows(x, dtype, static_scales=torch.empty(64))
     projected, slots = torch.empty(64, 3 * 2048, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     states, starts = torch.empty(8, 2, 2048, dtype=BF16), torch.zeros(5, dtype=torch.int64)
-    short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, starts, slots, slots)
+    short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, starts, slots, slots, starts[1:])
 
 
 def multiply(

@@ -102,7 +102,7 @@ def test_a_replay_computes_on_the_new_inputs(num_rows: int) -> None:
 CACHES = [allocate(format, (3, 4, 1), 16, torch.float32, torch.device("cpu")) for format in FORMATS["int8"]]
 HERE, ONE_EACH, LENGTHS = torch.tensor([[0], [2]]), torch.tensor([0, 1, 2]), torch.tensor([1, 1])
 PLACES, STATES = torch.tensor([0, 1, 8, 9]), torch.ones(3, 2, 16)
-SEQUENCES = torch.tensor([0, 1, 4]), torch.tensor([0, 2]), torch.tensor([-1, 1])  # query_starts, reads, writes
+SEQUENCES = torch.tensor([0, 1, 4]), *torch.tensor([[0, 2], [-1, 1], [1, 3]])  # query_starts, reads, writes, ends
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), WeightGroup([UP, UP, UP]), WeightGroup([CODES] * 3)
 
 

@@ -33,7 +33,8 @@ def in_float64(projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 @each("channels, num_taps, threads", [(1, 2, 1), (80, 3, 2), (300, 4, 3), (33, 9, 2)])
 @poisoned()
 def test_any_cut_has_the_bits_of_the_whole(channels: int, num_taps: int, threads: int, dtype: torch.dtype) -> None:
-    """All sequences together, and each in pieces whose states pass through slots with old values."""
+    """All sequences together, and each in pieces whose states pass through slots with old values. Drafts follow the
+    pieces."""
     set_threads(threads)
     weight, generator = noise(num_taps, channels, dtype=dtype, seed=1), torch.Generator().manual_seed(2)
     bias = noise(channels, dtype=dtype, seed=3) if channels % 2 else None
@@ -41,7 +42,7 @@ def test_any_cut_has_the_bits_of_the_whole(channels: int, num_taps: int, threads
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     states = torch.full((NUM_SLOTS, num_taps - 1, channels), torch.nan, dtype=dtype)
     reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])
-    whole = short_conv(projected, weight, bias, states, starts, reads, writes)
+    whole = short_conv(projected, weight, bias, states, starts, reads, writes, starts[1:])
     assert states[[1, 2, 4, 5]].isnan().all()  # of no sequence, or of one without a token
     for s, start, length in zip(range(5), starts.tolist(), LENGTHS, strict=False):
         rows = slice(start, start + length)
@@ -53,10 +54,11 @@ def test_any_cut_has_the_bits_of_the_whole(channels: int, num_taps: int, threads
         read, state = -1, torch.full((2, num_taps - 1, channels), torch.inf, dtype=dtype)
         for number, (first, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
             write = number % 2 if number < 3 else max(read, 0)  # also in place
-            piece = projected[start + first : start + end]
-            arguments = torch.tensor([0, end - first]), torch.tensor([read]), torch.tensor([write])
-            result = short_conv(piece, weight, bias, state, *arguments)
-            assert result.equal(whole[start + first : start + end])
-            read = write if end > first else read
+            num_drafts = min(number, length - end)  # which the state must not contain
+            piece = projected[start + first : start + end + num_drafts]
+            arguments = torch.tensor([[read], [write], [end - first]])
+            result = short_conv(piece, weight, bias, state, torch.tensor([0, len(piece)]), *arguments)
+            assert result.equal(whole[start + first : start + end + num_drafts])
+            read = write if len(piece) else read
         if length and writes[s] >= 0:
             assert states[writes[s]].equal(state[read])

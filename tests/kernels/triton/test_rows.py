@@ -239,8 +239,9 @@ def test_turning_and_storing_in_one_launch(
 
 @each("dtype, channels, num_taps", [(torch.float32, 300, 3), (torch.bfloat16, 16, 2), (torch.float16, 129, 4)])
 def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
-    """Sequences begin, go on in place or elsewhere, have no token, and are padding."""
-    arguments = torch.tensor([0, 5, 6, 8, 8, 8]), torch.tensor([-1, 2, 3, 1, -1]), torch.tensor([0, 2, 4, 1, -1])
+    """Sequences begin, go on in place or elsewhere, have drafts or no token, and are padding."""
+    arguments = torch.tensor([[-1, 2, 3, 1, -1], [0, 2, 4, 1, -1], [3, 6, 7, 8, 0]]).unbind()
+    arguments = torch.tensor([0, 5, 6, 8, 8, 8]), *arguments
     projected, weight = noise(8, 3 * channels, dtype=dtype), noise(num_taps, channels, dtype=dtype, seed=1)
     states, bias = noise(5, num_taps - 1, channels, dtype=dtype, seed=2), noise(channels, dtype=dtype, seed=3)
     for given_bias in (bias, None):

@@ -1,9 +1,11 @@
 """Models with recurrent layers: the bits of a row in any company and schedule, the slots of its states, and what such
 models refuse."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,15 +15,16 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import DType, ParallelConfig, ParallelMode
-from conf.speculation import Speculate
+from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
-from pipelines.engine import Engine
+from pipelines.engine import Engine, snapshots
 from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.tasks.export import export_model
 from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.drafts import Hostile
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.observed_steps import pad
@@ -111,18 +114,71 @@ def test_prompts_are_computed_whole_and_nothing_leaks(folder: Path) -> None:
     assert errors == [False, True, False, False]  # the NaN ends its row alone
     alone = complete(engine_of(folder), PROMPTS[2:4], ROWS)
     assert [group.completions[0] for group in groups[2:]] == alone  # in the slot that held NaN
-    assert manager.num_slots == 32
+    assert manager.num_slots == 40  # two for each of 16 sequences, and 8 for snapshots
+
+
+EOS = 1
+SYSTEM = [*range(30, 60), EOS]
+QUESTIONS = [[*range(60 + i, 74 + i), EOS, 4] for i in range(3)]
+
+
+def answers(engine: Engine, fresh: Engine, *prompts: list[int]) -> tuple[list[int], list[int]]:
+    """Return the first answer and each prompt's number of cached tokens. All answers equal those without a cache."""
+    decode = DecodeConfig(max_new_tokens=13, ignore_eos=True, logprobs=20)
+    outputs = list(engine.generate([engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]))
+    outputs.sort(key=lambda output: output.request_id)
+    expected = complete(fresh, list(prompts), replace(decode, prefix_cache=False))
+    assert [output.completions[0] for output in outputs] == expected
+    engine.scheduler.check_integrity()
+    return expected[0].token_ids, [output.num_cached_tokens for output in outputs]
+
+
+def test_prefixes_end_at_snapshots_and_have_the_bits_of_a_whole_prompt(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin with a first turn, with a whole conversation, with its prompt alone, and with blocks of a text
+    without turns; two of them in one step."""
+    monkeypatch.setattr(snapshots, "MIN_TOKENS", 8)
+    folder = copytree(folder, tmp_path / "with eos")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    for dtype in ("float32", "bfloat16"):
+        engine, fresh = (engine_of(folder, dtype, block_size=4) for _ in range(2))
+        for state in engine.executor.cache.states:
+            state.fill_(torch.nan)
+        first = SYSTEM + QUESTIONS[0]
+        answer, num_cached = answers(engine, fresh, first)
+        assert num_cached == [0]
+        # both from the end of the first turn, in one step
+        assert answers(engine, fresh, SYSTEM + QUESTIONS[1], SYSTEM + QUESTIONS[2])[1] == [28, 28]
+        at_output = 56 if engine.scheduler.state_manager.saves_outputs else 44
+        assert answers(engine, fresh, first + answer + [EOS] + QUESTIONS[1])[1] == [at_output]
+        without_reasoning = first + answer[5:] + [EOS] + QUESTIONS[1]
+        assert answers(engine, fresh, without_reasoning)[1] == [44]
+        texts = [[*range(5, 35), 40 + i, 41, 42] for i in range(3)]
+        assert [answers(engine, fresh, text)[1] for text in texts] == [[0], [0], [28]]
+
+
+def test_drafts_change_nothing(folder: Path) -> None:
+    """The state includes accepted drafts alone, wherever a draft is wrong."""
+    decode = DecodeConfig(max_new_tokens=19, ignore_eos=True, logprobs=3)
+    drafts = replace(decode, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False, num_tokens=6))
+    for dtype, device in (("float32", {}), ("bfloat16", {"block_size": 4, "max_batched_tokens": 9})):
+        expected = complete(engine_of(folder, dtype, **device), SHORT, decode)
+        known = {(i, 0): completion.token_ids for i, completion in enumerate(expected)}
+        for right in (lambda _: True, lambda _: False, *(lambda at, wrong=n: at != wrong for n in range(6))):
+            engine = engine_of(folder, dtype, **device)
+            engine.speculator.proposers[Speculate.ngram] = Hostile(known, right)
+            assert complete(engine, SHORT, drafts) == expected
+            assert engine.speculator.counts.num_drafted_tokens
+            engine.scheduler.check_integrity()
 
 
 def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
     refused = "is not supported for a model with recurrent layers"
-    for speculate in (Speculate.ngram, Speculate.model):
-        with pytest.raises(UserError, match=f"decode.speculate={speculate.name} {refused}, which cannot drop rejected"):
-            engine.request(0, [5], DecodeConfig(speculate=speculate))
-    with pytest.raises(UserError, match="the request has 17 sequences, which need 34 slots .*, but there are 32"):
-        engine.request(0, [5], DecodeConfig(n=17, temperature=1.0, max_new_tokens=1))
+    with pytest.raises(UserError, match="the request has 21 sequences, which need 42 slots .*, but there are 40"):
+        engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
     with pytest.raises(UserError, match=f"task=export {refused}"):
         export_model(run, tmp_path / "out", overwrite=False)
     ranks = replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
@@ -132,7 +188,7 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
     with pytest.raises(UserError, match=f"calibration {refused}: give a scheme without it"):
         calibrated(gptq, resolve_model(run.model), NO_PROGRESS)
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
-    with pytest.raises(UserError, match="kept_prefixes is not possible with this model"):
+    with pytest.raises(UserError, match=f"device.kept_prefixes {refused}"):
         load_engine(kept, 1)
     small = replace(run, device=replace(run.device, kv_cache_memory="1000"))
     with pytest.raises(UserError, match=r"kv_cache_memory=1000 does not fit: a sequence's recurrent state takes 1,536"):

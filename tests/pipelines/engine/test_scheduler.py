@@ -1,6 +1,7 @@
 """Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -14,7 +15,8 @@ from pipelines.engine.request import (
     SequenceGroup,
 )
 from pipelines.engine.request_factory import max_blocks
-from tests.helpers.scheduling import Keys, next_token, scheduler_of, sequence, step
+from pipelines.engine.state_manager import StateManager
+from tests.helpers.scheduling import Keys, States, next_token, scheduler_of, sequence, step
 
 
 def test_first_come_first_served_and_refilled_at_once() -> None:
@@ -246,6 +248,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         whole_prompts=st.booleans(),
         long_rope_threshold=st.one_of(st.none(), st.integers(1, 30)),
         num_prefix_tokens=st.sampled_from([0, 1, 4, 7]),
+        num_slots=st.one_of(st.just(0), st.integers(8, 30)),
+        saves_outputs=st.booleans(),
     )
     def start(
         self,
@@ -256,17 +260,22 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         whole_prompts: bool,
         long_rope_threshold: int | None,
         num_prefix_tokens: int,
+        num_slots: int,
+        saves_outputs: bool,
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
             budget, long_rope_threshold = budget + 20, None  # else few prompts would fit; and no model has both
         if whole_prompts or long_rope_threshold:
+            num_slots = 0  # no model has both
+        if whole_prompts or long_rope_threshold or num_slots:
             num_prefix_tokens = 0  # such models are refused
         self.scheduler = scheduler_of(
             num_blocks,
             block_size,
             max_num_requests,
             budget,
+            StateManager(num_slots, saves_outputs),
             needs_whole_prompt=whole_prompts,
             long_rope_threshold=long_rope_threshold,
         )
@@ -276,7 +285,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         blocks.pin(own)
         self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(own)) if own else NO_PREFIX
         self.sides: dict[int, bool] = {}
+        self.shorter = patch("pipelines.engine.snapshots.MIN_TOKENS", 1)  # so that these short prompts leave snapshots
+        self.shorter.start()
         self.keys: Keys = {}
+        self.states: States = {}
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
 
@@ -326,6 +338,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                 self.keys,
                 num_drafts,
                 num_right,
+                self.states,
             )
             assert sum(planned.values()) <= self.scheduler.max_batched_tokens
             assert bool(planned) == bool(self.alive)
@@ -354,6 +367,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert not self.alive
         blocks = self.scheduler.block_manager
         assert blocks.num_free_blocks == blocks.num_blocks - len(self.placed.blocks)
+        self.shorter.stop()
 
 
 def check_tokens(group: SequenceGroup) -> None:
