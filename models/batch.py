@@ -215,6 +215,13 @@ class KVCache:
     writes them."""
 
     layers: Sequence[LayerCache | LayerState]
+    num_blocks: int
+    block_size: int
+    """The tokens of a block."""
+    dtype: torch.dtype
+    """The model's compute dtype."""
+    num_slots: int = 0
+    """The slots of each recurrent state; 0 if no layer of the model is recurrent."""
 
     @property
     def attention_layers(self) -> list[LayerCache]:
@@ -242,7 +249,5 @@ class KVCache:
         return sum(tensor[0].nbytes for tensor in self.states)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The model's compute dtype."""
-        keys, _ = next(layer for layer in self.layers if not isinstance(layer, LayerState))
-        return keys.dtype
+    def device(self) -> torch.device:
+        return next(iter(self.tensors or self.states)).device

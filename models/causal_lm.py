@@ -56,6 +56,11 @@ class ModelShape(ABC):
         """
         return (False,) * self.num_hidden_layers
 
+    @property
+    def recurrent_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it keeps a recurrent state instead of keys and values."""
+        return (False,) * self.num_hidden_layers
+
     def with_mtp_layer(self) -> "ModelShape | None":
         """Return the config of the model with the multi-token prediction layer.
 
@@ -147,10 +152,14 @@ class CausalLM(Module, ABC):
         return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
 
     def _layer_cache(self, layer: nn.Module) -> Heads | StateShapes:
-        recurrent, attention = self.layout.recurrent, self.layout.attention
-        if recurrent and hasattr(layer, recurrent):
-            return layer.get_submodule(recurrent).state_shapes  # type: ignore[return-value]
-        return layer.get_submodule(attention).heads  # type: ignore[return-value]
+        if (recurrent := self.recurrent_module(layer)) is not None:
+            return recurrent.state_shapes  # type: ignore[return-value]
+        return layer.get_submodule(self.layout.attention).heads  # type: ignore[return-value]
+
+    def recurrent_module(self, layer: nn.Module) -> nn.Module | None:
+        """Return the recurrent module of a decoder layer; None if it is an attention layer."""
+        name = self.layout.recurrent
+        return layer.get_submodule(name) if name and hasattr(layer, name) else None
 
     @property
     def attention_heads(self) -> list[Heads]:

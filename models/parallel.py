@@ -105,9 +105,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
 
 
 def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """Raise UserError for more ranks than heads or whole experts, more stages than layers, and recurrent layers."""
-    ranks = f"tp={parallel_layout.tp} pp={parallel_layout.pp}"
-    model.config.capabilities.refuse_recurrent(ranks, "give parallel=single, or parallel=ray with replicas")
+    """Raise UserError for more ranks than heads or whole experts, and more stages than layers."""
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
     if parallel_layout.pp > 1:
@@ -185,10 +183,13 @@ class _ShardedLayer:
         self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
         self.shards: dict[str, Shard] = {}
         """Keyed by the tensor's name within the layer."""
-        attention = layer.get_submodule(self._layout.attention)
-        heads: Heads = attention.heads  # type: ignore[assignment]
-        self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
-        attention_layers = {module for module in attention.modules() if isinstance(module, Linear)}
+        recurrent, attention_layers = model.recurrent_module(layer), set[nn.Module]()
+        self._num_heads = 0, 0
+        if recurrent is None:
+            attention = layer.get_submodule(self._layout.attention)
+            heads: Heads = attention.heads  # type: ignore[assignment]
+            self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
+            attention_layers = {module for module in attention.modules() if isinstance(module, Linear)}
         if parallel_layout.whole_experts:
             self._shard_experts(layer)
         in_experts = _modules_of_experts(layer) if parallel_layout.whole_experts else set()
@@ -196,6 +197,10 @@ class _ShardedLayer:
             is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
             if isinstance(module, Linear) and not is_whole:
                 self._shard_linear(name, module, module in attention_layers)
+        if recurrent is not None:
+            shards: dict[str, Shard] = recurrent.shard(parallel_layout.tp, parallel_layout.tp_rank)  # type: ignore[operator]
+            self.shards |= {f"{self._layout.recurrent}.{tensor}": shard for tensor, shard in shards.items()}
+            return
         head_shard = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
         self._shard_head_parameters(attention, head_shard)
         attention.heads = replace(  # type: ignore[assignment]

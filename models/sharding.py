@@ -108,16 +108,16 @@ def shard_outputs(
 
     `units` are the units of its consecutive sections. `num_heads`: H and G of the layer's attention.
     """
+    if set(units) == {Unit.CHANNEL}:
+        length = size // len(units)
+        channels = shard_channels(length, tp, rank)
+        return tuple(range(i * length + channels.start, i * length + channels.stop) for i in range(len(units)))
     heads = shard_heads(*num_heads, tp, rank)
     unit_heads = {
         Unit.QUERY_HEAD: (num_heads[0], heads.queries),
         Unit.KEY_VALUE_HEAD: (num_heads[1], heads.keys),
         Unit.QKV_HEAD: (num_heads[0], heads.queries),
     }
-    if set(units) == {Unit.CHANNEL}:
-        length = size // len(units)
-        channels = shard_channels(length, tp, rank)
-        return tuple(range(i * length + channels.start, i * length + channels.stop) for i in range(len(units)))
     counts = [unit_heads[unit][0] for unit in units]
     width = size // sum(counts)  # the width of a head, equal in all sections
     starts = accumulate([0, *counts[:-1]])

@@ -89,7 +89,7 @@ class Graph:
         values = [] if batch is None else self._inputs(batch, None)
         values += [None] * (self.num_values - len(values))
         values[self.hidden] = hidden
-        return _run(self.head, values, KVCache([]), self.logits)
+        return _run(self.head, values, KVCache([], 0, 0, hidden.dtype), self.logits)
 
     def _inputs(self, batch: Batch, stream: Tensor | None) -> list[Any]:
         return [stream if name == STREAM else getattr(batch, name) for name in self.fields]

@@ -113,7 +113,7 @@ class Step(nn.Module):
             before, after = links
             model.before = None if before is None else StageLink(before.width, fields[STREAM])
             model.after = None if after is None else StageLink(after.width)
-            hidden = model(FieldsBatch(fields), KVCache(layers))
+            hidden = model(FieldsBatch(fields), replace(self.cache, layers=layers))
             return (hidden, model.logits(hidden, FieldsBatch(fields))) if after is None else (hidden,)
         finally:
             model.before, model.after = links

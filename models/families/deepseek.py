@@ -6,6 +6,7 @@ Module names match the checkpoint's tensor names.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ class Deepseek(PreNormLM):
         return tuple(prefixes)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return super().forward(batch, KVCache(cache.layers[: len(self.local_layers)]))
+        return super().forward(batch, replace(cache, layers=cache.layers[: len(self.local_layers)]))
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         layer = self.layers[-1]

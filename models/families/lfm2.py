@@ -23,7 +23,7 @@ from models.layers.module import Module
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, read_rotary_config
 from models.layers.short_conv import ShortConv
-from models.layout import ModelLayout
+from models.layout import HEADS, ModelLayout, Unit
 
 KINDS = ("conv", "full_attention")
 
@@ -38,7 +38,11 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def capabilities(self) -> ModelCapabilities:
-        return replace(super().capabilities, is_recurrent=not all(self.attends))
+        return replace(super().capabilities, is_recurrent=any(self.recurrent_layers))
+
+    @property
+    def recurrent_layers(self) -> tuple[bool, ...]:
+        return tuple(not attends for attends in self.attends[: self.num_hidden_layers])
 
 
 def read_config(config: ConfigReader) -> Lfm2Config:
@@ -157,10 +161,10 @@ class ConvLayer(DecoderLayer):
     names = ("operator_norm", "conv", "ffn_norm", "feed_forward")
 
 
-def make_layer(c: Lfm2Config, attends: bool, feed_forward: nn.Module) -> DecoderLayer:
-    if attends:
-        return AttentionLayer(c, Attention(c), feed_forward)
-    return ConvLayer(c, ShortConv(c.hidden_size, c.num_taps, c.conv_bias), feed_forward)
+def make_layer(c: Lfm2Config, is_recurrent: bool, feed_forward: nn.Module) -> DecoderLayer:
+    if is_recurrent:
+        return ConvLayer(c, ShortConv(c.hidden_size, c.num_taps, c.conv_bias), feed_forward)
+    return AttentionLayer(c, Attention(c), feed_forward)
 
 
 class Lfm2(DecoderLM):
@@ -170,9 +174,14 @@ class Lfm2(DecoderLM):
         norms=("operator_norm", "ffn_norm"),
         scale_fold_targets={"w2": "w3"},
         row_parallel=("out_proj", "w2"),
+        units={**HEADS, "in_proj": (Unit.CHANNEL,) * 3},
     )
 
     def __init__(self, c: Lfm2Config) -> None:
         super().__init__(
-            c, (make_layer(c, attends, FeedForward(c.hidden_size, c.intermediate_size)) for attends in c.attends)
+            c,
+            (
+                make_layer(c, is_recurrent, FeedForward(c.hidden_size, c.intermediate_size))
+                for is_recurrent in c.recurrent_layers
+            ),
         )

@@ -86,7 +86,7 @@ class Lfm2Moe(DecoderLM):
         super().__init__(
             c,
             (
-                make_layer(c, attends, MoE(c) if sparse else FeedForward(c.hidden_size, c.intermediate_size))
-                for attends, sparse in zip(c.attends, c.layer_kinds, strict=True)
+                make_layer(c, is_recurrent, MoE(c) if sparse else FeedForward(c.hidden_size, c.intermediate_size))
+                for is_recurrent, sparse in zip(c.recurrent_layers, c.layer_kinds, strict=True)
             ),
         )

@@ -13,6 +13,7 @@ from models.batch import Batch, LayerState, StateShapes
 from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.rotary import Angles
+from models.sharding import Shard, shard_channels
 
 
 class ShortConv(Module):
@@ -30,6 +31,15 @@ class ShortConv(Module):
     def readers(self) -> Sequence[Linear]:
         """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return [self.in_proj]
+
+    def shard(self, tp: int, rank: int) -> dict[str, Shard]:
+        """Keep a rank's channels of the convolution. Return the shards of its tensors by name."""
+        weight = self.conv.weight
+        channels = shard_channels(len(weight), tp, rank)
+        size, num_taps, has_bias = len(channels), weight.shape[2], self.conv.bias is not None
+        self.conv = nn.Conv1d(size, size, num_taps, groups=size, bias=has_bias, device=weight.device)
+        self.state_shapes = ((num_taps - 1, size),)
+        return {f"conv.{name}": Shard(0, (channels,)) for name, _ in self.conv.named_parameters()}
 
     def fuse(self) -> None:
         self._taps = self._taps_by_channel()

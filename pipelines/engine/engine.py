@@ -54,8 +54,8 @@ class Engine(StepLoop):
         `make_executor`: Executor, or a factory with the same arguments for an executor that runs the model with other
         ranks.
         """
-        self.num_blocks, block_size = cache.tensors[0].shape[:2]
-        self.device, self.dtype = cache.tensors[0].device, cache.dtype
+        self.num_blocks, block_size = cache.num_blocks, cache.block_size
+        self.device, self.dtype = cache.device, cache.dtype
         self.config, self.tokenizer = config, tokenizer
         self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities

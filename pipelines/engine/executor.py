@@ -60,7 +60,7 @@ class Executor:
         self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
         self.cache = cache
-        self.device = cache.tensors[0].device
+        self.device = cache.device
         self.decode_steps: Steps = self.compute
         self.adapted_steps: Steps = self.compute  # on a GPU, decode steps with adapters
         self.prompt_steps: Steps = self.compute  # separate, so that the many prompt lengths do not evict decode steps

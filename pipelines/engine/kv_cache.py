@@ -1,7 +1,8 @@
-"""The pool of key/value blocks: computes how many blocks fit, and allocates them."""
+"""The pools of key/value blocks and of recurrent states: compute how many fit, and allocate them."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -51,71 +52,74 @@ def allocate_kv_cache(
             paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
         )
 
-    return KVCache([of_layer(layer) for layer in layers])
+    return KVCache([of_layer(layer) for layer in layers], num_blocks, block_size, dtype, num_state_slots)
 
 
-def choose_num_state_slots(cache: KVCache, wanted_slots: int, wanted_tokens: int, memory: str, free: int) -> int:
-    """Return the number of state slots: `wanted_slots` for sequences, and those of snapshots.
+@dataclass(frozen=True)
+class CacheRoom:
+    """The memory that one rank has for its cache, in bytes."""
 
-    The sequences' slots take at most half of `device.kv_cache_memory` (`memory`) with `free` bytes free. Of the rest,
-    snapshots take at most a third, and one slot per TOKENS_PER_SNAPSHOT tokens of the KV cache. `cache`: one with the
-    same layers and formats. `wanted_tokens`: the most tokens of an automatic cache. Raises UserError if half of the
-    memory is less than two slots.
+    num_bytes: int
+    bytes_per_token: int
+    """0 in a pipeline stage without attention layers."""
+    bytes_per_slot: int
+    """0 in a pipeline stage without recurrent layers."""
+
+    def num_blocks(self, block_size: int, num_slots: int) -> int:
+        """Return how many blocks fit beside these slots."""
+        return (self.num_bytes - num_slots * self.bytes_per_slot) // max(1, block_size * self.bytes_per_token)
+
+    def num_slots(self, wanted_slots: int) -> int:
+        """Return the number of slots: `wanted_slots` for sequences, and those of snapshots.
+
+        The sequences' slots take at most half of the memory. Of the rest, snapshots take at most a third, and one slot
+        per TOKENS_PER_SNAPSHOT tokens.
+        """
+        size = self.bytes_per_slot
+        num_slots = min(wanted_slots, self.num_bytes // 2 // size)
+        rest = self.num_bytes - num_slots * size
+        return num_slots + min(rest // 3 // size, rest // (TOKENS_PER_SNAPSHOT * self.bytes_per_token + size))
+
+
+def cache_room(cache: KVCache, memory: str, free: int, num_ranks: int = 1, num_sharing: int = 1) -> CacheRoom:
+    """Return this rank's part of `device.kv_cache_memory` (`memory`) with `free` bytes free.
+
+    `cache`: one block and one slot of this rank's layers. `num_ranks` ranks share a size in bytes equally.
+    `num_sharing`: number of ranks that share this device's free bytes. Raises UserError if the size is less than one
+    block and four slots, or more than the free bytes.
     """
-    if not cache.states:
-        return 0
-    slot_bytes = cache.bytes_per_slot
-    most = int(AUTO_SHARE * free) if memory == "auto" else num_bytes(memory, free)
-    num_slots = min(wanted_slots, most // 2 // slot_bytes)
-    if num_slots < 2:
-        problem = (
-            f"device.kv_cache_memory={memory} does not fit: a sequence's recurrent state takes {slot_bytes:,} bytes"
-        )
-        raise UserError(f"{problem}: give at least {4 * slot_bytes} bytes, a fraction, or auto")
-    rest = most - num_slots * slot_bytes
-    num_snapshots = min(rest // 3 // slot_bytes, rest // (TOKENS_PER_SNAPSHOT * cache.bytes_per_token + slot_bytes))
+    slot_bytes, block_bytes = cache.bytes_per_slot, cache.block_size * cache.bytes_per_token
     if memory == "auto":
-        num_snapshots = min(num_snapshots, wanted_tokens // TOKENS_PER_SNAPSHOT)
-    return num_slots + num_snapshots
+        cache_bytes = int(AUTO_SHARE * free) // num_sharing
+    else:
+        everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
+        cache_bytes, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
+    least = max(block_bytes, 1) + 4 * slot_bytes
+    if not least <= cache_bytes <= free and (memory != "auto" or slot_bytes):
+        contents = f"one block and 4 recurrent states of {slot_bytes:,} bytes" if slot_bytes else "one block"
+        limits = f"from {least} ({contents}) to {free} (all free memory) bytes"
+        raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
+    return CacheRoom(cache_bytes, cache.bytes_per_token, slot_bytes)
+
+
+def choose_sizes(
+    rooms: Sequence[CacheRoom], block_size: int, wanted_blocks: int, wanted_slots: int, memory: str
+) -> tuple[int, int]:
+    """Return the numbers of blocks and of state slots that fit on every rank.
+
+    An automatic cache has at most `wanted_blocks`, and one snapshot per TOKENS_PER_SNAPSHOT of their tokens. A model
+    without recurrent layers has no slots.
+    """
+    num_slots = min((room.num_slots(wanted_slots) for room in rooms if room.bytes_per_slot), default=0)
+    if memory == "auto":
+        num_slots = min(num_slots, wanted_slots + wanted_blocks * block_size // TOKENS_PER_SNAPSHOT)
+    num_blocks = min(room.num_blocks(block_size, num_slots) for room in rooms)
+    return max(1, min(wanted_blocks, num_blocks)) if memory == "auto" else num_blocks, num_slots
 
 
 def state_manager_of(cache: KVCache) -> StateManager:
     """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often."""
-    if not cache.states:
-        return StateManager(0)
-    saves_outputs = cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token
-    return StateManager(len(cache.states[0]), saves_outputs)
-
-
-def choose_num_blocks(
-    heads: Sequence[Heads],
-    wanted_blocks: int,
-    block_size: int,
-    memory: str,
-    free: int,
-    formats: list[tuple[KVFormat, KVFormat]],
-    dtype: torch.dtype,
-    num_ranks: int = 1,
-    num_sharing: int = 1,
-    num_state_bytes: int = 0,
-) -> int:
-    """Return the number of blocks that fit `device.kv_cache_memory` (`memory`) with `free` bytes free.
-
-    With `auto` it is at most `wanted_blocks`. `num_ranks` ranks share a size in bytes equally. `num_sharing`: number of
-    ranks that share this device's free bytes. `num_state_bytes`: of recurrent states, which the size includes. Raises
-    UserError if the size is less than one block or more than the free bytes.
-    """
-    one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))
-    # A pipeline stage may have no layer that stores keys and values.
-    block_bytes = max(1, sum(tensor.nbytes for tensor in one_block.tensors))
-    if memory == "auto":
-        return max(1, min(wanted_blocks, (int(AUTO_SHARE * free) // num_sharing - num_state_bytes) // block_bytes))
-    everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
-    cache_bytes, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
-    if not num_state_bytes + block_bytes <= cache_bytes <= free:
-        limits = f"from {num_state_bytes + block_bytes} (one block) to {free} (all free memory) bytes"
-        raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
-    return (cache_bytes - num_state_bytes) // block_bytes
+    return StateManager(cache.num_slots, saves_outputs=cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token)
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:

@@ -11,9 +11,10 @@ from models.batch import KVCache
 from models.exported.model import ExportedLM
 from pipelines.engine.kv_cache import (
     BLOCK_SIZE,
+    CacheRoom,
     allocate_kv_cache,
-    choose_num_blocks,
-    choose_num_state_slots,
+    cache_room,
+    choose_sizes,
     free_memory,
 )
 from pipelines.engine.state_manager import StateManager
@@ -44,21 +45,20 @@ def reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences: 
     return step
 
 
-def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_sharing: int) -> int:
-    """Return the number of KV cache blocks for which this rank has memory.
+def room_of(plans: list[ModelPlan], config: DeviceConfig, free: int, num_ranks: int, num_sharing: int) -> CacheRoom:
+    """Return this rank's memory for the caches of these models, of `free` bytes.
 
     `num_ranks`: number of ranks that divide the cache. `num_sharing`: number of these ranks that use the memory of this
-    device. Raises UserError as `choose_num_blocks` does.
+    device. Raises UserError as `cache_room` does.
     """
-    heads = plan.model.attention_heads
-    size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
-    formats = cache_formats(plan)
-    return choose_num_blocks(
-        heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_sharing
-    )
+    layers = [*chain.from_iterable(plan.model.layer_caches for plan in plans)]
+    formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
+    block_size, meta = config.block_size or BLOCK_SIZE[plans[0].device.type], torch.device("meta")
+    one = allocate_kv_cache(layers, 1, block_size, formats, plans[0].dtype, meta, num_state_slots=1)
+    return cache_room(one, config.kv_cache_memory, free, num_ranks, num_sharing)
 
 
-def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int, num_state_slots: int = 0) -> KVCache:
+def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int, num_state_slots: int) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[plan.device.type]
     layers, formats = plan.model.layer_caches, cache_formats(plan)
     return allocate_kv_cache(layers, num_blocks, block_size, formats, plan.dtype, plan.device, num_state_slots)
@@ -81,19 +81,11 @@ def make_caches(
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    heads = [*chain.from_iterable(plan.model.attention_heads for plan in plans)]
-    formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
-    sizes = wanted_blocks, block_size, config.kv_cache_memory, free
     ranks = (driver.context.size, driver.context.num_sharing) if driver else (1, 1)
-    layers = [*chain.from_iterable(plan.model.layer_caches for plan in plans)]
-    one = allocate_kv_cache(layers, 1, 1, formats, plans[0].dtype, torch.device("meta"), num_state_slots=1)
-    num_state_slots = choose_num_state_slots(
-        one, StateManager.num_needed(num_sequences), sum(num_tokens), config.kv_cache_memory, free
-    )
-    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks, num_state_slots * one.bytes_per_slot)
-    if driver:
-        num_blocks = driver.fewest_blocks(num_blocks)
-    return [allocate_cache(plan, config, num_blocks, num_state_slots) for plan in plans]
+    rooms = [room_of(plans, config, free, *ranks), *(driver.other_rooms() if driver else [])]
+    wanted = wanted_blocks, StateManager.num_needed(num_sequences)
+    sizes = choose_sizes(rooms, block_size, *wanted, config.kv_cache_memory)
+    return [allocate_cache(plan, config, *sizes) for plan in plans]
 
 
 def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:

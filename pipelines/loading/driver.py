@@ -18,6 +18,7 @@ from kernels.threads import use_cores
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from pipelines.engine.executor import Executor, Operation
+from pipelines.engine.kv_cache import CacheRoom
 from pipelines.engine.operations import Execute
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading.model_plan import ModelPlan
@@ -53,12 +54,9 @@ class Driver:
         """Return the plan of rank 0's shard. Raises UserError as `shard_plan` does."""
         return shard_plan(plan, self.context.parallel_layout, self.context.group, self.context.neighbours)
 
-    def fewest_blocks(self, num_blocks: int) -> int:
-        """Return how many KV cache blocks fit on every rank.
-
-        `num_blocks`: the number that fits on rank 0. Raises RankLost if a rank cannot load its shard.
-        """
-        return min(num_blocks, *self.workers.answers(int))
+    def other_rooms(self) -> list[CacheRoom]:
+        """Return the other ranks' memory for their caches. Raises RankLost if a rank cannot load its shard."""
+        return self.workers.answers(CacheRoom)
 
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
@@ -87,7 +85,7 @@ class DriverExecutor(Executor):
         groups = driver.context.group, *driver.context.neighbours
         if any(isinstance(group, Gloo) for group in groups):
             num_graph_sequences = 0  # a CUDA graph cannot capture gloo's transfers through the CPU
-        self._workers.tell(MakeExecutor(len(cache.tensors[0]), num_graph_sequences, table_width))
+        self._workers.tell(MakeExecutor(cache.num_blocks, cache.num_slots, num_graph_sequences, table_width))
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None

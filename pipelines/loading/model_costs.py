@@ -58,7 +58,7 @@ def model_costs(
 
 def _layer_kinds(quant: QuantConfig, source: ModelSource) -> tuple[Hashable, ...]:
     """Return a key per layer. Layers with equal keys have equal names, shapes and dtypes."""
-    kinds: tuple[Hashable, ...] = source.shape.layer_kinds
+    kinds: tuple[Hashable, ...] = (*zip(source.shape.layer_kinds, source.shape.recurrent_layers, strict=True),)
     if quant.overrides:  # overrides may name a single layer
         return tuple(range(len(kinds)))
     if not (source.has_weights and source.is_quantized):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kernels.linear.compressed import GROUP, GROUP_BYTES, is_gain
+from models.batch import StateShapes
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
 from models.layers.dense import PackedDenseMethod
@@ -94,6 +95,19 @@ class CostedTensor:
     """Whether the kernels may hold it in 12 bits per number, if that is smaller."""
 
 
+NO_HEADS = Heads(0, 0, 0, 0)
+"""Of a recurrent layer, which is made of channels. The bytes of its states are not counted."""
+
+
+def _heads_of(content: Heads | StateShapes) -> Heads:
+    return content if isinstance(content, Heads) else NO_HEADS
+
+
+def _rank_heads(heads: Heads, tp: int, rank: int) -> Heads:
+    head_shard = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
+    return replace(heads, num_attention_heads=len(head_shard.queries), num_key_value_heads=len(head_shard.keys))
+
+
 class ParallelCosts:
     """The costs of a model's layers, and of the modules before and after them, for any number of ranks."""
 
@@ -123,7 +137,7 @@ class ParallelCosts:
         self.active_share = (lambda num_tokens: 1.0) if experts is None else experts.active_share
         """Maps a number of tokens to the share of experts that they are expected to choose."""
         firsts = {kind: kinds.index(kind) for kind in kinds}
-        self._heads = {kind: model.attention_heads[index] for kind, index in firsts.items()}
+        self._heads = {kind: _heads_of(model.layer_caches[index]) for kind, index in firsts.items()}
         self._layers = {kind: self._parts(model.layers[index].named_modules()) for kind, index in firsts.items()}
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()
@@ -163,13 +177,10 @@ class ParallelCosts:
 
     def _layer(self, kind: Hashable, tp: int, rank: int) -> Cost:
         if (kind, tp, rank) not in self._known:
-            heads = self._heads[kind]
-            head_shard = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
-            rank_heads = replace(
-                heads, num_attention_heads=len(head_shard.queries), num_key_value_heads=len(head_shard.keys)
-            )
-            cost = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=self._block_bytes(rank_heads))
-            self._known[kind, tp, rank] = cost
+            heads, cache_bytes = self._heads[kind], 0
+            if heads is not NO_HEADS:
+                cache_bytes = self._block_bytes(_rank_heads(heads, tp, rank))
+            self._known[kind, tp, rank] = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=cache_bytes)
         return self._known[kind, tp, rank]
 
     def _sum(self, parts: Counter[CostedTensor], heads: Heads, tp: int, rank: int) -> Cost:

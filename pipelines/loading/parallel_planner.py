@@ -216,7 +216,7 @@ class _Planner:
                 for num_free_bytes in free
             ]
         return int(
-            min(num_free_bytes // cost.cache_bytes for num_free_bytes, cost in zip(room, ranks, strict=True))
+            min(num_free_bytes // max(1, cost.cache_bytes) for num_free_bytes, cost in zip(room, ranks, strict=True))
         ), ""
 
     def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:

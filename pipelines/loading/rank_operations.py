@@ -11,6 +11,7 @@ class MakeExecutor:
     """Create or replace the executor. A new executor keeps the cache and drops recorded steps."""
 
     num_blocks: int
+    num_state_slots: int
     num_graph_sequences: int
     table_width: int
 

@@ -1,5 +1,6 @@
 """A worker rank's shard of the model, its KV cache, executor, adapters and quantisation, on which rank 0's operations run."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -8,9 +9,10 @@ from conf.schema import DeviceConfig
 from models.batch import KVCache
 from pipelines.engine.adapters import AdapterChange
 from pipelines.engine.executor import Executor, Operation
+from pipelines.engine.kv_cache import CacheRoom, free_memory
 from pipelines.engine.operations import OPERATIONS
 from pipelines.loading.adapter_table import make_adapters
-from pipelines.loading.cache_allocation import allocate_cache, most_blocks
+from pipelines.loading.cache_allocation import allocate_cache, room_of
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.quantize.ranks import BeginQuantization, UseStaticCache, share_of
 from pipelines.loading.quantize.share import STEPS, Share, Step
@@ -45,9 +47,10 @@ class RankShard:
     def device(self) -> torch.device:
         return self._plan.device
 
-    def most_blocks(self) -> int:
-        """Return the number of KV cache blocks for which this rank has memory. Raises UserError if one block does not fit."""
-        return most_blocks(self._plan, self._config, self._context.size, self._context.num_sharing)
+    def room(self) -> CacheRoom:
+        """Return this rank's memory for its cache. Raises UserError as `cache_room` does."""
+        free = free_memory(self._plan.device, self._config.memory_fraction)
+        return room_of([self._plan], self._config, free, self._context.size, self._context.num_sharing)
 
     def run(self, operation: Any) -> Any:
         """Run an operation of OPERATION_TYPES, and return its result."""
@@ -60,7 +63,7 @@ class RankShard:
                 self._make_executor(operation)
             case BeginQuantization():
                 assert self._cache is not None
-                one_layer = KVCache(self._cache.layers[:1])
+                one_layer = replace(self._cache, layers=self._cache.layers[:1])
                 batches = [self._executor.on_device(batch) for batch in operation.batches]
                 self._share = share_of(operation, self._plan, batches, one_layer, self._context.group)
             case UseStaticCache():
@@ -72,6 +75,7 @@ class RankShard:
 
     def _make_executor(self, operation: MakeExecutor) -> None:
         if self._cache is None:
-            self._cache = allocate_cache(self._plan, self._config, operation.num_blocks)
+            sizes = operation.num_blocks, operation.num_state_slots
+            self._cache = allocate_cache(self._plan, self._config, *sizes)
         graphs, width = operation.num_graph_sequences, operation.table_width
         self._executor = Executor(self._plan.model, self._cache, graphs, width, self._config.decode_threads)

@@ -69,7 +69,7 @@ class RankWorker:
         device = prepare_device(to_load.device)
         self._context = worker_context(start, to_load.parallel, channel, library)
         self._shard = RankShard(to_load.plan(device, self._name), to_load.device, self._context, self._name)
-        self._answer(self._shard.most_blocks())
+        self._answer(self._shard.room())
 
     def step(self) -> None:
         """Receive and run one operation. Raises Gone after the last one."""

@@ -79,7 +79,7 @@ def step_of(engine: Engine, prompt: list[int]) -> Step:
     logits = model.logits(hidden, batch)
     cached = [
         [tensor.flatten(0, 1)[batch.slots].clone() for part in layer for tensor in part.tensors]
-        for layer in engine.executor.cache.layers
+        for layer in engine.executor.cache.attention_layers
     ]
     engine.scheduler.cancel(group)
     return Step(hidden, logits, cached, model)

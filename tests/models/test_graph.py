@@ -44,7 +44,7 @@ class Step(nn.Module):
     def forward(self, numbers: Tensor, stored: list[Tensor]) -> Tensor:
         tensors = iter(stored)
         layers = [(take(keys, tensors), take(values, tensors)) for keys, values in self.cache.layers]
-        return self.model.logits(self.model(Batch(numbers, SHAPE), KVCache(layers)))
+        return self.model.logits(self.model(Batch(numbers, SHAPE), replace(self.cache, layers=layers)))
 
 
 def take(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:

@@ -1,6 +1,7 @@
 """A model computed in parts equals the model; a layer sharded by its layout equals the layer."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conf.schema import DType
-from models.batch import Batch, KVCache
+from models.batch import Batch
 from models.causal_lm import CausalLM
 from models.formats.partition import split_axis
 from models.layers.attention import Heads
@@ -54,11 +55,11 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
     assert len(expected) == 3
     for first in range(1, num_layers):
         before, after = range(first), range(first, num_layers)
-        stream = model.run_layers(model.embed(batch), batch, KVCache(cache.layers[: before.stop]), before)
+        stream = model.run_layers(model.embed(batch), batch, replace(cache, layers=cache.layers[: before.stop]), before)
         if isinstance(stream, ResidualStream):
             stream = ResidualStream(stream.total())
         assert len(stream.x if isinstance(stream, ResidualStream) else stream) == batch.shape.num_tokens
-        stream = model.run_layers(stream, batch, KVCache(cache.layers[after.start :]), after)
+        stream = model.run_layers(stream, batch, replace(cache, layers=cache.layers[after.start :]), after)
         assert model.finish(stream).equal(expected)
 
 

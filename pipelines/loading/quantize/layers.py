@@ -45,7 +45,7 @@ def whole_share(quant: QuantConfig, layout: FileLayout, engine: Engine, samples:
 
 def calibration_cache(engine: Engine) -> KVCache:
     """Return the engine's cache for one layer. A batch is one step, so all layers can use the same cache in turn."""
-    return KVCache(engine.executor.cache.layers[:1])
+    return replace(engine.executor.cache, layers=engine.executor.cache.layers[:1])
 
 
 def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:

@@ -139,9 +139,8 @@ class Share:
 
     def static_cache(self, cache: KVCache) -> KVCache:
         """Return a cache with as many blocks as `cache`, with the static scales that were computed."""
-        num_blocks, block_size = cache.tensors[0].shape[:2]
-        formats, device = static_kv_formats(self._model, self._config.kv_cache), cache.tensors[0].device
-        return allocate_kv_cache(self._model.attention_heads, num_blocks, block_size, formats, cache.dtype, device)
+        sizes, formats = (cache.num_blocks, cache.block_size), static_kv_formats(self._model, self._config.kv_cache)
+        return allocate_kv_cache(self._model.attention_heads, *sizes, formats, cache.dtype, cache.device)
 
     def _arrive(self, part: QuantizedLayer) -> None:
         if part.index == self._model.local_layers.start > 0:
@@ -190,9 +189,8 @@ class Share:
 
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
-    keys, device = cache.attention_layers[0][0], probe.numbers.device
-    num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
-    return allocate_kv_cache(full_model.attention_heads[:1], num_blocks, block_size, None, keys.dtype, device)
+    num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
+    return allocate_kv_cache(full_model.attention_heads[:1], num_blocks, cache.block_size, None, cache.dtype, device)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The number of KV cache blocks of a rank, with other ranks on the same machine and on other machines."""
+"""The numbers of KV cache blocks and state slots, with other ranks on the same machine and on other machines."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from conf.errors import UserError
 from kernels.kv_format import FORMATS
 from models.layers.attention import Heads
-from pipelines.engine.kv_cache import AUTO_SHARE, choose_num_blocks
+from pipelines.engine.kv_cache import AUTO_SHARE, CacheRoom, allocate_kv_cache, cache_room, choose_sizes
 
 HEADS = [Heads(4, 2, 8, 8)] * 3
 BLOCK = 3 * 2 * 16 * 2 * 8 * 4  # bytes: layers, keys and values, tokens, heads, channels, float32
@@ -14,8 +14,11 @@ FREE = 1200 * BLOCK
 
 
 def num_blocks(memory: str, *ranks: int) -> int:
-    formats = [FORMATS["none"]] * 3
-    return choose_num_blocks(HEADS, 10**6, 16, memory, FREE, formats, torch.float32, *ranks)
+    formats, meta = [FORMATS["none"]] * 3, torch.device("meta")
+    one = allocate_kv_cache(HEADS, 1, 16, formats, torch.float32, meta, num_state_slots=1)
+    number, num_slots = choose_sizes([cache_room(one, memory, FREE, *ranks)], 16, 10**6, 32, memory)
+    assert num_slots == 0
+    return number
 
 
 def test_ranks_share_bytes_with_all_and_free_memory_with_those_of_their_machine() -> None:
@@ -30,3 +33,14 @@ def test_more_than_is_free_on_all_machines_is_refused() -> None:
     assert num_blocks(str(2400 * BLOCK), 4, 2) == 600
     with pytest.raises(UserError, match=rf"does not fit: give from {BLOCK} .* to {FREE // 2} \(all free memory\)"):
         num_blocks(str(2404 * BLOCK), 4, 2)
+
+
+def test_slots_of_sequences_come_first_then_snapshots_then_blocks() -> None:
+    """Two stages, of which one has no recurrent layer; a stage without attention; an automatic cache of few tokens."""
+    with_states, without = CacheRoom(10**6, 100, 10_000), CacheRoom(10**6, 200, 0)
+    # 8 slots; of the remaining 920,000 bytes 25,600 + 10,000 per snapshot are 25 snapshots
+    assert choose_sizes([with_states], 16, 10**9, 8, "1MB") == ((10**6 - 33 * 10_000) // 1600, 33)
+    assert choose_sizes([with_states, without], 16, 10**9, 8, "1MB") == (10**6 // 3200, 33)
+    assert choose_sizes([CacheRoom(10**6, 0, 10_000), without], 16, 10**9, 8, "1MB") == (10**6 // 3200, 8 + 30)
+    assert choose_sizes([with_states], 16, 10**9, 64, "1MB")[1] == 50 + 14  # half of the memory, then as above
+    assert choose_sizes([with_states], 16, 48, 8, "auto") == (48, 8 + 48 * 16 // 256)

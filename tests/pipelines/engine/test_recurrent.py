@@ -14,16 +14,20 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
-from conf.schema import DType, ParallelConfig, ParallelMode
+from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
+from models.parallel import stage_layers
 from pipelines.engine import Engine, snapshots
 from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.tasks.export import export_model
+from tests.helpers import divided_engines
 from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.divided import plan_of, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
@@ -173,6 +177,30 @@ def test_drafts_change_nothing(folder: Path) -> None:
             engine.scheduler.check_integrity()
 
 
+@pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
+def test_ranks_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> None:
+    """As threads, each variant of the architecture; as processes, requests that fork, draft and share prefixes."""
+    name = "lfm2_moe" if "moe" in json.loads((folder / "config.json").read_text())["model_type"] else "lfm2"
+    for number, variant in enumerate(HYBRID[name].variants):
+        HYBRID[name].write(tmp_path / str(number), **variant)
+        quant = QuantConfig(QuantScheme.int4, group_size=-1) if number == 1 else QuantConfig()
+        run = replace(run_config(tmp_path / str(number)), quant=quant)
+        _, costs = model_costs(run.model, run.quant, run.parallel, resolve_model(run.model), 16, packed=True)
+        assert costs.stages(2) == stage_layers(plan_of(run).model, 2, torch.float32)  # as parallel=auto expects
+        expected = whole_steps(run, SHORT)
+        for tp, pp in ((3, 1), (1, 2), (2, 2)):
+            for step, (first, *_) in zip(expected, zip(*stage_steps(run, tp, pp, SHORT), strict=True), strict=True):
+                assert first.logits.equal(step.logits), (variant, tp, pp)
+    drafts = {"speculate": Speculate.ngram, "max_new_tokens": 40}
+    decodes = [DecodeConfig(max_new_tokens=9, **case) for case in ({"n": 3, "temperature": 1.1, "seed": 5}, {})]
+    decodes += [DecodeConfig(num_beams=3, max_new_tokens=9), DecodeConfig(**drafts), DecodeConfig(**drafts)]
+    expected = [divided_engines.answers(engine_of(folder), decode) for decode in decodes]
+    for tp, pp in ((2, 1), (1, 2)):
+        engine = load_engine(divided_engines.parallel(run_config(folder), tp, pp), 4)
+        assert [divided_engines.answers(engine, decode) for decode in decodes] == expected
+        divided_engines.close(engine)
+
+
 def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
@@ -181,9 +209,6 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
         engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
     with pytest.raises(UserError, match=f"task=export {refused}"):
         export_model(run, tmp_path / "out", overwrite=False)
-    ranks = replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
-    with pytest.raises(UserError, match=f"tp=2 pp=1 {refused}: give parallel=single"):
-        load_engine(ranks, 1)
     gptq = replace(run, quant=QuantConfig(scheme=QuantScheme.int4, method=QuantMethod.gptq))
     with pytest.raises(UserError, match=f"calibration {refused}: give a scheme without it"):
         calibrated(gptq, resolve_model(run.model), NO_PROGRESS)
@@ -191,6 +216,9 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
     with pytest.raises(UserError, match=f"device.kept_prefixes {refused}"):
         load_engine(kept, 1)
     small = replace(run, device=replace(run.device, kv_cache_memory="1000"))
-    with pytest.raises(UserError, match=r"kv_cache_memory=1000 does not fit: a sequence's recurrent state takes 1,536"):
+    with pytest.raises(
+        UserError,
+        match=r"=1000 does not fit: give from \d+ \(one block and 4 recurrent states of 1,536 bytes\)",
+    ):
         load_engine(small, 1)
     assert not (tmp_path / "out").exists()
