@@ -117,6 +117,15 @@ def choose_sizes(
     return max(1, min(wanted_blocks, num_blocks)) if memory == "auto" else num_blocks, num_slots
 
 
+def slot_cost(cache: KVCache) -> str:
+    """Return what one of the cache's state slots costs, for a user; empty if no layer is recurrent."""
+    if not cache.states:
+        return ""
+    num_bytes, token_bytes = cache.bytes_per_slot, max(1, cache.bytes_per_token)
+    equals = f"{num_bytes / 1e6:,.2f} MB = {num_bytes // token_bytes:,} tokens of KV"
+    return f"1 slot of recurrent states = {equals}; {cache.num_slots} slots"
+
+
 def state_manager_of(cache: KVCache) -> StateManager:
     """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often."""
     return StateManager(cache.num_slots, saves_outputs=cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token)

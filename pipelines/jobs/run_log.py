@@ -1,4 +1,4 @@
-"""run.log in a run's folder: start and end of the run, its warnings and its errors.
+"""run.log in a run's folder: start and end of the run, notes, its warnings and its errors.
 
 run.rank<N>.log has the lines of rank N, written by rank 0. run.engine.log has the lines of the engine process of
 task=serve.
@@ -109,6 +109,12 @@ def log_engine_in(folder: Path) -> None:
     log.open_in(folder)
     log.note(f"process {os.getpid()} begins")
     logging.getLogger().addHandler(log)
+
+
+def note(text: str) -> None:
+    """Write a line to this run's log only."""
+    for log in _logs():
+        log.note(text)
 
 
 def log_of_rank(rank: int, line: str) -> None:

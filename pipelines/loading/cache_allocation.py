@@ -16,8 +16,10 @@ from pipelines.engine.kv_cache import (
     cache_room,
     choose_sizes,
     free_memory,
+    slot_cost,
 )
 from pipelines.engine.state_manager import StateManager
+from pipelines.jobs.run_log import note
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
 from pipelines.loading.model_plan import ModelPlan
 from quantization.kv_scales import static_kv_formats
@@ -85,7 +87,10 @@ def make_caches(
     rooms = [room_of(plans, config, free, *ranks), *(driver.other_rooms() if driver else [])]
     wanted = wanted_blocks, StateManager.num_needed(num_sequences)
     sizes = choose_sizes(rooms, block_size, *wanted, config.kv_cache_memory)
-    return [allocate_cache(plan, config, *sizes) for plan in plans]
+    caches = [allocate_cache(plan, config, *sizes) for plan in plans]
+    if cost := slot_cost(caches[0]):
+        note(cost)
+    return caches
 
 
 def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:

@@ -26,6 +26,7 @@ from conf.schema import RunConfig
 from conf.tasks import BenchConfig
 from models.tokenizers import Tokenizer
 from pipelines.engine import Engine
+from pipelines.engine.kv_cache import slot_cost
 from pipelines.jobs import report
 from pipelines.jobs.data_files import ROWS, DataFile, find_file
 from pipelines.jobs.prompt_encoder import PromptEncoder
@@ -210,13 +211,14 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.executor.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
+    state_bytes = 2 * bench.batch_size * engine.executor.cache.bytes_per_slot  # read and written
     # The last round is closest in time to the measurement of the bandwidth. On a busy machine the bandwidth varies
     # within seconds.
     steps = rounds[-1].step_s
     bandwidth = memory_bandwidth(engine.device)
     share, unknown = None, "there was no step in which every row got a token"
     if steps:
-        read_bytes = engine.executor.step_weight_bytes(bench.batch_size) + kv_bytes
+        read_bytes = engine.executor.step_weight_bytes(bench.batch_size) + kv_bytes + state_bytes
         cache = cache_bytes(engine.device)
         share, unknown = share_of_bandwidth(read_bytes, statistics.median(steps), bandwidth, cache)
     if share is not None and share < LOW_SHARE:
@@ -225,10 +227,18 @@ def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str
     return {
         "weight_bytes": engine.executor.weight_bytes,
         "kv_bytes": kv_bytes,
+        "state_bytes": state_bytes,
+        "state_slot": slot_cost(engine.executor.cache) or None,
         "memory_bandwidth_bytes_per_s": bandwidth,
         "decode_share_of_bandwidth": share,
         "decode_share_unknown": unknown or None,
     }
+
+
+def _state_lines(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    if metrics["state_slot"] is None:
+        return []
+    return [("state", f"{metrics['state_bytes'] / 1e6:,.1f} MB a step; {metrics['state_slot']}")]
 
 
 def _print(metrics: dict[str, Any], bench: BenchConfig, output_dir: Path) -> None:
@@ -245,6 +255,7 @@ def _print(metrics: dict[str, Any], bench: BenchConfig, output_dir: Path) -> Non
             ("decode", shown("decode_tokens_per_s", "tokens/s")),
             *report.draft_lines(metrics),
             ("weights", shown("weight_bytes", "MB", 1e-6)),
+            *_state_lines(metrics),
             ("share of the bandwidth", metrics["decode_share_unknown"] or shown("decode_share_of_bandwidth", "%", 100)),
         ]
     )
