@@ -6,7 +6,7 @@ T tokens of S sequences, M blocks in the longest block table, N blocks of B slot
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -237,6 +237,14 @@ class KVCache:
     def states(self) -> list[Tensor]:
         """The states of all recurrent layers, each [P, *]."""
         return [tensor for layer in self.layers if isinstance(layer, LayerState) for tensor in layer.tensors]
+
+    def one_of_each_kind(self) -> "KVCache":
+        """Return the first attention layer's and the first recurrent layer's cache.
+
+        For computing whole prompts layer by layer: all layers of a kind can use the same cache in turn.
+        """
+        kinds = {isinstance(layer, LayerState): layer for layer in reversed(self.layers)}
+        return replace(self, layers=list(kinds.values()))
 
     @property
     def bytes_per_token(self) -> int:

@@ -7,7 +7,7 @@ T tokens of a batch, E hidden channels, I input channels of a linear layer, G ke
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.kv_format import PagedVectors
-from models.batch import Batch, KVCache
+from models.batch import Batch, KVCache, LayerState
 from models.causal_lm import CausalLM, Stream
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
@@ -150,9 +150,9 @@ class SequentialCalibrator:
         """Prepare calibration; a first pipeline stage embeds the batches.
 
         probe: a short extra batch. Its output shows whether a fold changes what a layer computes. cache: an unquantised
-        KV cache of one layer with room for a batch, which is one step. with_cache: also observe the keys and values
+        KV cache of one layer of each kind, with room for a batch, which is one step. with_cache: also observe the keys and values
         written into it. collects: keep statistics of inputs; a rank without it only takes part in the gathers.
-        unsharded: the unsharded model, if `model` is a rank's shard, and a KV cache of one layer with room for the probe.
+        unsharded: the unsharded model, if `model` is a rank's shard, and such a cache with room for the probe.
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
         self._collects = collects
@@ -212,35 +212,45 @@ class SequentialCalibrator:
     def advance(self) -> tuple[Tensor, Tensor] | None:
         """Advance by one layer. Without `sequential`, `observe` must have been called for the next layer.
 
-        Returns the largest magnitudes of its keys and of its values per head, [G] float32 each, or None without
-        `with_cache`.
+        Returns the largest magnitudes of its keys and of its values per head, [G] float32 each. None for a recurrent
+        layer, and without `with_cache`.
         """
         if self._sequential:
             self._run_batches(keeps_outputs=True)
         self._states[0].stream = self._run_layer(self._states[0], self._model, self._cache)
+        with_cache = self._with_cache and not self._is_recurrent
         self._next += 1
-        if not self._with_cache:
+        if not with_cache:
             return None
         keys, values = torch.stack(self._absmax).amax(0)
         return keys, values
 
     def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
-        caches, start = self._cache.attention_layers[0], perf_counter()
+        with_cache, start = self._with_cache and not self._is_recurrent, perf_counter()
         self._absmax.clear()
         for state in self._states[1:]:
             with suppress(_AllObserved):
                 stream = self._run_layer(state, self._model, self._cache)
                 if keeps_outputs:
                     state.stream = stream
-                    if self._with_cache:
+                    if with_cache:
+                        caches = self._cache.attention_layers[0]
                         self._absmax.append(torch.stack([_absmax(cache, state.batch.slots) for cache in caches]))
             after_batch()
         self.batch_seconds += perf_counter() - start
 
     @torch.inference_mode()
     def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
-        return model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
+        layers = [layer for layer in cache.layers if isinstance(layer, LayerState) == self._is_recurrent]
+        return model.run_layers(
+            state.stream, state.batch, replace(cache, layers=layers), range(self._next, self._next + 1)
+        )
+
+    @property
+    def _is_recurrent(self) -> bool:
+        """Whether the next layer is recurrent."""
+        return self._model.recurrent_module(self._model.layers[self._next]) is not None
 
     @contextmanager
     def _fast_methods(self) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """A worker rank's shard of the model, its KV cache, executor, adapters and quantisation, on which rank 0's operations run."""
 
-from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -63,9 +62,10 @@ class RankShard:
                 self._make_executor(operation)
             case BeginQuantization():
                 assert self._cache is not None
-                one_layer = replace(self._cache, layers=self._cache.layers[:1])
                 batches = [self._executor.on_device(batch) for batch in operation.batches]
-                self._share = share_of(operation, self._plan, batches, one_layer, self._context.group)
+                self._share = share_of(
+                    operation, self._plan, batches, self._cache.one_of_each_kind(), self._context.group
+                )
             case UseStaticCache():
                 assert self._cache is not None
                 self._cache = self._share.static_cache(self._cache)

@@ -10,7 +10,7 @@ from pipelines.loading.assembly import assemble
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.job import QuantizeJob
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache, whole_share
+from pipelines.loading.quantize.layers import calibration_batches, whole_share
 from pipelines.loading.quantize.share import Share
 from pipelines.loading.request_settings import RequestSettings
 from quantization.file_layout import FileLayout
@@ -29,7 +29,6 @@ def float_engine(
 
     `full_plan`: the plan of the float model. `layout`: of the files to make.
     """
-    full_plan.source.shape.capabilities.refuse_recurrent("calibration", "give a scheme without it, such as quant=int8")
     if not job.parallel.mode.divides:
         engine = assemble(full_plan, job.device, DecodeConfig(), settings, 1, progress.loaded)
         yield engine, whole_share(job.quant, layout, engine, samples)
@@ -43,7 +42,7 @@ def float_engine(
             plan_model(full_plan.options, full_plan.quant, full_plan.source, full_plan.device, packed=False)
         )
         engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded, driver=driver)
-        batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
+        batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_kind()
         yield engine, DriverShare(job.quant, job.format, layout, plan, full_plan, batches, cache, driver.workers)
     finally:
         driver.close()

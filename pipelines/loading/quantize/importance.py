@@ -19,7 +19,7 @@ from pipelines.loading.model_source import ModelSource
 from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibration_data import read_calibration_data
 from pipelines.loading.quantize.job import QuantizeJob
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import calibration_batches
 from pipelines.loading.request_settings import read_request_settings
 from quantization.calibration import SequentialCalibrator, Statistics
 from quantization.importance import find_entry_rows
@@ -49,7 +49,9 @@ def write_importance(
         engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded)
         probe, *batches = calibration_batches(engine, data.samples)
         model = engine.executor.model
-        calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential=False)
+        calibrator = SequentialCalibrator(
+            model, batches, probe, engine.executor.cache.one_of_each_kind(), sequential=False
+        )
         sums = _collect(model, calibrator, progress)
     num_rows, specs = Counter(row.name for row in rows.values()), linear_specs(model)
     entries: dict[str, tuple[Floats, Floats]] = {}

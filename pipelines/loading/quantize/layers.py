@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig
-from models.batch import Batch, KVCache
+from models.batch import Batch
 from pipelines.engine import Engine
 from pipelines.engine.batch import prompt_batch
 from pipelines.jobs.report import ProgressSink
@@ -39,13 +39,8 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
 
 def whole_share(quant: QuantConfig, layout: FileLayout, engine: Engine, samples: list[list[int]]) -> Share:
     """Return the share of a process that has the whole float model, the engine's."""
-    batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
+    batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_kind()
     return Share(quant, layout, engine.executor.model, batches, cache)
-
-
-def calibration_cache(engine: Engine) -> KVCache:
-    """Return the engine's cache for one layer. A batch is one step, so all layers can use the same cache in turn."""
-    return replace(engine.executor.cache, layers=engine.executor.cache.layers[:1])
 
 
 def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
@@ -62,13 +57,12 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
             "give a smaller calibrate.sequence_length"
         )
     width = -(-longest // engine.block_size)  # blocks per sample
+    sizes = engine.block_size, engine.capabilities.is_recurrent
 
     def batch(prompts: list[list[int]]) -> Batch:
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
         features = [engine.executor.prompt_features(prompt) for prompt in prompts]
-        return engine.executor.on_device(
-            prompt_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
-        )
+        return engine.executor.on_device(prompt_batch(prompts, list(map(len, prompts)), tables, features, *sizes))
 
     probe = samples[0] if engine.capabilities.needs_whole_prompt else samples[0][:PROBE_TOKENS]
     return [batch([probe]), *(batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once))]

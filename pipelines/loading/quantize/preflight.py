@@ -40,7 +40,6 @@ def preflight(
     Reads only file headers, the device, layer shapes and the texts. The time is measured with files in `folder`, where
     the model will be. `with_report`: include the time of the report.
     """
-    source.shape.capabilities.refuse_recurrent("calibration", "give a scheme without it, such as quant=int8")
     device = prepare_device(job.device)  # sets the threads for the time estimate
     plan = plan_model(job.model, QuantConfig(), source, device, packed=False)
     layout = file_layout(plan.model, job.quant, job.format)

@@ -140,7 +140,7 @@ class Share:
     def static_cache(self, cache: KVCache) -> KVCache:
         """Return a cache with as many blocks as `cache`, with the static scales that were computed."""
         sizes, formats = (cache.num_blocks, cache.block_size), static_kv_formats(self._model, self._config.kv_cache)
-        return allocate_kv_cache(self._model.attention_heads, *sizes, formats, cache.dtype, cache.device)
+        return allocate_kv_cache(self._model.layer_caches, *sizes, formats, cache.dtype, cache.device, cache.num_slots)
 
     def _arrive(self, part: QuantizedLayer) -> None:
         if part.index == self._model.local_layers.start > 0:
@@ -190,7 +190,8 @@ class Share:
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
-    return allocate_kv_cache(full_model.attention_heads[:1], num_blocks, cache.block_size, None, cache.dtype, device)
+    sizes = num_blocks, cache.block_size, None, cache.dtype, device
+    return allocate_kv_cache(full_model.layer_caches, *sizes, cache.num_slots).one_of_each_kind()
 
 
 @dataclass(frozen=True)

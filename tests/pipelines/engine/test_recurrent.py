@@ -13,25 +13,25 @@ import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
+from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
 from models.parallel import stage_layers
 from pipelines.engine import Engine, snapshots
-from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.tasks.export import export_model
 from tests.helpers import divided_engines
 from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.calibrated_ranks import quantized_by
 from tests.helpers.divided import plan_of, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.observed_steps import pad
+from tests.helpers.quantized_models import CALIBRATED
 from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
@@ -201,6 +201,31 @@ def test_ranks_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> Non
         divided_engines.close(engine)
 
 
+def test_calibration_computes_each_sample_from_an_empty_state(folder: Path) -> None:
+    """The scales of a static cache are the largest keys and values of whole prompts. Ranks choose the same codes."""
+    run = run_config(folder)
+    static = QuantConfig(kv_cache=KVCacheFormat.int8, kv_cache_scales=KVCacheScales.static)
+    made = quantized_by(replace(run, quant=static), PROMPTS)
+    steps = whole_steps(run, PROMPTS)
+    for number, parts in enumerate(zip(*(step.cached for step in steps), strict=True)):
+        for part, name in enumerate(("k_scale", "v_scale")):
+            largest = torch.cat([step[part] for step in parts]).abs().amax((0, 2))
+            attends = [i for i, kind in enumerate(layer_types(folder)) if kind == "full_attention"]
+            scale = made.tensors[f"model.layers.{attends[number]}.self_attn.{name}"].flatten()
+            torch.testing.assert_close(scale * 127, largest)
+    for quant in ("int8 gptq", "a8w8 static smoothquant", "fp8 dynamic smoothquant, static cache"):
+        changed = replace(run, quant=CALIBRATED[quant])
+        made = quantized_by(changed, PROMPTS)
+        assert any("conv.in_proj" in name and "scale" in name for name in made.tensors)
+        for tp, pp in ((2, 1), (1, 2)):
+            assert quantized_by(changed, PROMPTS, tp, pp) == made
+
+
+def layer_types(folder: Path) -> list[str]:
+    types: list[str] = json.loads((folder / "config.json").read_text())["layer_types"]
+    return types
+
+
 def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
@@ -209,9 +234,6 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
         engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
     with pytest.raises(UserError, match=f"task=export {refused}"):
         export_model(run, tmp_path / "out", overwrite=False)
-    gptq = replace(run, quant=QuantConfig(scheme=QuantScheme.int4, method=QuantMethod.gptq))
-    with pytest.raises(UserError, match=f"calibration {refused}: give a scheme without it"):
-        calibrated(gptq, resolve_model(run.model), NO_PROGRESS)
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
     with pytest.raises(UserError, match=f"device.kept_prefixes {refused}"):
         load_engine(kept, 1)
