@@ -16,6 +16,8 @@ from models.families.chatglm import ChatGLMConfig
 from models.families.chatglm2 import ChatGLM2Config
 from models.families.deepseek_config import DeepseekConfig
 from models.families.gpt2 import GPT2Config
+from models.families.lfm2 import Lfm2Config
+from models.families.lfm2_moe import Lfm2MoeConfig
 from models.families.qwen import QwenConfig
 from models.formats.gguf.decoder_keys import (
     add_decoder,
@@ -112,6 +114,24 @@ def _add_deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
         writer.add_expert_group_used_count(routing.topk_group)
 
 
+def _add_lfm2(writer: GGUFWriter, c: Lfm2Config) -> None:
+    if c.conv_bias:
+        raise unsupported("an LFM2 with conv_bias=true")
+    add_decoder(writer, c)
+    writer.add_shortconv_l_cache(c.num_taps)
+
+
+def _add_lfm2_moe(writer: GGUFWriter, c: Lfm2MoeConfig) -> None:
+    if not c.norm_topk_prob or c.routed_scaling_factor != 1:
+        raise unsupported("an LFM2-MoE with norm_topk_prob=false or routed_scaling_factor other than 1")
+    _add_lfm2(writer, c)
+    writer.add_expert_count(c.num_experts)
+    writer.add_expert_used_count(c.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    writer.add_leading_dense_block_count(c.num_dense_layers)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
 def _add_gpt2(writer: GGUFWriter, c: GPT2Config) -> None:
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx or c.activation_function != "gelu_new":
         raise unsupported("a GPT-2 with another attention scale, or an activation other than gelu_new")
@@ -155,5 +175,7 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "deepseek_v3": ("deepseek2", _add_deepseek),
     "gpt2": ("gpt2", _add_gpt2),
     "bloom": ("bloom", _add_bloom),
+    "lfm2": ("lfm2", _add_lfm2),
+    "lfm2_moe": ("lfm2moe", _add_lfm2_moe),
 }
 """llama.cpp's architecture, and the function that writes its keys, by model_type."""

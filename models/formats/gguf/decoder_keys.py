@@ -8,6 +8,7 @@ from models.decoder import DecoderConfig
 from models.families.deepseek_config import DeepseekConfig
 from models.families.gemma2 import Gemma2Config
 from models.families.gemma3 import Gemma3Config
+from models.families.lfm2 import Lfm2Config
 from models.families.mixtral import MixtralConfig
 from models.families.phi3 import Phi3Config
 from models.families.qwen2 import Qwen2Config
@@ -43,7 +44,8 @@ def add_sizes(writer: GGUFWriter, c: DecoderConfig | Phi3Config | DeepseekConfig
     writer.add_block_count(c.num_hidden_layers)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(num_key_heads)
+    by_layer = [0 if is_recurrent else num_key_heads for is_recurrent in c.recurrent_layers]
+    writer.add_head_count_kv(by_layer if isinstance(c, Lfm2Config) else num_key_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
 
 

@@ -27,7 +27,8 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
 }
 WITH_MINIMUM = {T.Q4_0: T.Q4_1, T.Q5_0: T.Q5_1}
 MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
-ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")  # as in the converter: routers, positions
+# as in the converter: routers, positions, convolutions
+ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight", "shortconv.conv.weight")
 VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 SHORTER_BLOCKS = {T.Q3_K: T.Q4_0, T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
 """Types for rows whose length is not a multiple of 256."""
@@ -40,7 +41,7 @@ def tensor_types(
     """Return the type of each tensor, by llama.cpp's names.
 
     `dtype`: one of FILE_TYPES. `shapes`: of all tensors, row length last. `has_importance`: with an importance matrix.
-    Vectors, routers and position tables are F32. If a matrix has rows that are not a multiple of the block size, it
+    Vectors, routers, position tables and convolutions are F32. If a matrix has rows that are not a multiple of the block size, it
     gets a type with shorter blocks, or F16, and a warning counts it.
     """
     matrices = MatrixTypes(FILE_TYPES[dtype][0], shapes, architecture, has_importance)

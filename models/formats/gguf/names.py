@@ -214,8 +214,8 @@ LFM2_EXPERT = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 LFM2 = TensorLayout(
     {
         "token_embd": "model.embed_tokens",
-        "output_norm": "model.embedding_norm",
-        "token_embd_norm": "model.embedding_norm",  # in older files
+        "token_embd_norm": "model.embedding_norm",
+        "output_norm": "model.embedding_norm",  # in some files
         "output": "lm_head",
     },
     {

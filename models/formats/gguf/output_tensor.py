@@ -34,7 +34,7 @@ class OutputTensor:
         self.name = name
         self._change = change
         self.sources: list[tuple[WeightFile, str]] = []
-        self._source_shape = shape[::-1] if change is Tensor.t else shape
+        self._source_shape = shape if change is None else tuple(change(torch.empty(shape, device="meta")).shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,6 +94,8 @@ def converter_change(
         return partial(group_by_part, heads=shape.num_attention_heads)
     if layout.norm_offset and module.endswith("norm"):
         return lambda tensor: tensor.float() + layout.norm_offset
+    if leaf == "weight" and module in layout.depthwise:
+        return lambda tensor: tensor.squeeze(1)
     return Tensor.t if leaf == "weight" and module in layout.transposed else None
 
 

@@ -15,10 +15,12 @@ import pytest
 import sentencepiece
 import torch
 import transformers
+from gguf import GGUFReader
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from models.formats import open_tokenizer
+from models.formats import open_checkpoint, open_tokenizer
+from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import link
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
@@ -123,6 +125,16 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         jobs.append((folder, tmp_path / f"{name}.gguf", False))
     converted(jobs)
+    for name in HYBRID:  # written by this project: the same tensors, and the converter's keys
+        (tmp_path / name / "tokenizer.json").unlink()
+        write_gguf(open_checkpoint(tmp_path / name, False), tmp_path / f"{name} here.gguf", "float32")
+        ours, theirs = (GGUFReader(tmp_path / f"{file}.gguf") for file in (f"{name} here", name))
+        tensors = [{t.name: (t.tensor_type, t.data.tobytes()) for t in file.tensors} for file in (ours, theirs)]
+        assert tensors[0] == tensors[1]
+        keys = [key for key in theirs.fields if key.startswith("lfm2")]
+        assert {key: ours.fields[key].contents() for key in keys} == {
+            key: theirs.fields[key].contents() for key in keys
+        }
     for name, reference in references.items():
         print(name)  # of the failure
         assert_equals_transformers(tmp_path / f"{name}.gguf", reference)
