@@ -5,6 +5,6 @@ compute.
 """
 
 from pipelines.engine.engine import Engine, ProbeResult
-from pipelines.engine.request import Completion, Output, Request, SamplingParams
+from pipelines.engine.request import Completion, Output, Request, SamplingParams, Sequence
 
-__all__ = ["Completion", "ProbeResult", "Engine", "Output", "Request", "SamplingParams"]
+__all__ = ["Completion", "ProbeResult", "Engine", "Output", "Request", "SamplingParams", "Sequence"]

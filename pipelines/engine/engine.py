@@ -152,6 +152,24 @@ class Engine(StepLoop):
         for block, value in zip(blocks, hashes, strict=True):
             self.scheduler.block_manager.remember(block, value)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Number of slots for recurrent states that can be pinned while one sequence can still run."""
+        manager = self.scheduler.state_manager
+        return manager.num_unpinned_slots - manager.num_needed(1)
+
+    def pin_state(self, value: bytes) -> int | None:
+        """Return a slot whose state stays a snapshot with this hash; None if there is one already.
+
+        The caller must check `num_free_slots` first. Requests can use only the remaining slots.
+        """
+        manager = self.scheduler.state_manager
+        if manager.find([value])[0]:
+            return None
+        slot = manager.pin(value)
+        self.requests = replace(self.requests, num_state_slots=manager.num_unpinned_slots)
+        return slot
+
     def find_cached_blocks(self, hashes: list[bytes]) -> list[int]:
         """Return the cached blocks that match the longest prefix of `hashes`."""
         return self.scheduler.block_manager.find_prefix(hashes)

@@ -10,7 +10,7 @@ from kernels.all_finite import all_finite
 from kernels.cuda_graph import GraphPool
 from kernels.threads import threads
 from models.adapters import has_adapters
-from models.batch import Batch, KVCache
+from models.batch import Batch, KVCache, LayerState
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
 from pipelines.engine.graph_steps import GraphSteps
@@ -107,16 +107,26 @@ class Executor:
         return self.cache.bytes_per_token
 
     @property
+    def cache_states(self) -> dict[str, Tensor]:
+        """The recurrent states [P, *] of this process's layers, by name."""
+        return {
+            f"layers.{number}.state.{i}": tensor
+            for number, layer in zip(self.model.local_layers, self.cache.layers, strict=False)
+            if isinstance(layer, LayerState)
+            for i, tensor in enumerate(layer.tensors)
+        }
+
+    @property
     def cache_tensors(self) -> dict[str, tuple[Tensor, Heads]]:
         """The cache's tensors [N, B, G, *] and the heads of each, by name.
 
         Names contain the layer's number in the whole model. A layer that only drafts tokens is left out.
         """
+        layers = zip(self.model.local_layers, self.cache.layers, self.model.layer_caches, strict=False)
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
-            for number, layer, heads in zip(
-                self.model.local_layers, self.cache.attention_layers, self.model.attention_heads, strict=False
-            )
+            for number, layer, heads in layers
+            if isinstance(heads, Heads) and not isinstance(layer, LayerState)
             for name, vectors in zip(("keys", "values"), layer, strict=True)
             for part, tensor in enumerate(vectors.tensors)
         }

@@ -160,6 +160,18 @@ class WriteBlocks(Operation[None]):
             tensor[self.blocks] = heads.slice_keys(self.content, axis=2).to(executor.device)
 
 
+@dataclass(frozen=True)
+class WriteState(Operation[None]):
+    """Write `content` to a slot of the recurrent state `name` (`Executor.cache_states`)."""
+
+    name: str
+    content: Tensor
+    slot: int
+
+    def compute(self, executor: Executor) -> None:
+        executor.cache_states[self.name][self.slot] = self.content.to(executor.device)
+
+
 OPERATIONS = (
     Execute,
     ExecuteWithHidden,
@@ -171,4 +183,5 @@ OPERATIONS = (
     CopyBlocks,
     Store,
     WriteBlocks,
+    WriteState,
 )

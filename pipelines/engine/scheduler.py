@@ -272,8 +272,10 @@ class Scheduler:
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._needs_whole_prompt:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
-        num_slots = self.state_manager.num_slots
-        if num_slots and num_slots < sum(StateManager.num_needed(g.request.params.num_sequences) for g in groups):
+        num_slots = self.state_manager.num_unpinned_slots
+        if self.state_manager.num_slots and num_slots < sum(
+            StateManager.num_needed(g.request.params.num_sequences) for g in groups
+        ):
             return False
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 

@@ -39,6 +39,7 @@ class StateManager:
         self._hash_of: dict[int, bytes] = {}
         self._slot_of: dict[bytes, int] = {}
         self._cached: dict[int, None] = {}  # least recently used first
+        self._pinned: list[int] = []
         self._num_hits = Counter[int]()
         self._superseded = set[int]()
 
@@ -62,6 +63,23 @@ class StateManager:
             owned.append(self._empty.pop() if self._empty else self._evict())
             self._owners[owned[-1]] = 1
         return StateSlots(owned[0] if is_started else -1, owned[-1])
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that hold no sequence's state and are not pinned."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_unpinned_slots(self) -> int:
+        return self.num_slots - len(self._pinned)
+
+    def pin(self, value: bytes) -> int:
+        """Return a slot that stays a snapshot with this hash. The caller must check `num_free_slots` first."""
+        slots = list[int]()
+        self.take(slots, is_started=False)
+        self._pinned += slots
+        self.remember(slots[0], value)
+        return slots[0]
 
     def share(self, owned: Iterable[int]) -> None:
         """Add an owner to a snapshot that `find` returned, or to the slots of a sequence that is forked."""
@@ -133,7 +151,7 @@ class StateManager:
 
     def check_integrity(self, owned: Iterable[list[int]]) -> None:
         """Raise RuntimeError unless reference counts match the sequences' slots, and each slot has exactly one state."""
-        counts = Counter(slot for slots in owned for slot in slots)
+        counts = Counter(slot for slots in [*owned, self._pinned] for slot in slots)
         if any(self._owners[slot] != counts[slot] for slot in range(self.num_slots)):
             raise RuntimeError("reference counts of state slots differ from what the sequences own")
         if sorted([*self._empty, *self._cached, *counts]) != list(range(self.num_slots)):

@@ -12,6 +12,7 @@ from conf.schema import DeviceConfig
 from pipelines.engine import Engine
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
+from pipelines.engine.state_manager import StateManager
 from pipelines.loading.adapter_table import load_adapters
 from pipelines.loading.cache_allocation import make_caches, reserve_memory
 from pipelines.loading.drafting import place_proposers, unavailable_proposers
@@ -57,7 +58,8 @@ def assemble(
     num_tokens = [settings.context.num_tokens] * most_sequences
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept_files for row in file.rows]
-    caches = make_caches(device, plans, num_tokens, most_sequences, reserved, driver)
+    num_slots = StateManager.num_needed(most_sequences) + sum(len(file.rows) for file in kept_files)
+    caches = make_caches(device, plans, num_tokens, num_slots, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     config = EngineConfig(
         settings.context,

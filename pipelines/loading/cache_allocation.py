@@ -18,7 +18,6 @@ from pipelines.engine.kv_cache import (
     free_memory,
     slot_cost,
 )
-from pipelines.engine.state_manager import StateManager
 from pipelines.jobs.run_log import note
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
 from pipelines.loading.model_plan import ModelPlan
@@ -70,14 +69,14 @@ def make_caches(
     config: DeviceConfig,
     plans: list[ModelPlan],
     num_tokens: list[int],
-    num_sequences: int,
+    num_slots: int,
     reserved: int,
     driver: "Driver | None",
 ) -> list[KVCache]:
     """Allocate one KV cache per model, all with the same number of blocks. Leave `reserved` bytes free for a step.
 
     `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
-    `num_sequences`: the number of sequences that can have recurrent states, if memory allows.
+    `num_slots`: the recurrent states that it has room for besides snapshots, if memory allows.
     """
     device = plans[0].device
     block_size = config.block_size or BLOCK_SIZE[device.type]
@@ -85,8 +84,7 @@ def make_caches(
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
     ranks = (driver.context.size, driver.context.num_sharing) if driver else (1, 1)
     rooms = [room_of(plans, config, free, *ranks), *(driver.other_rooms() if driver else [])]
-    wanted = wanted_blocks, StateManager.num_needed(num_sequences)
-    sizes = choose_sizes(rooms, block_size, *wanted, config.kv_cache_memory)
+    sizes = choose_sizes(rooms, block_size, wanted_blocks, num_slots, config.kv_cache_memory)
     caches = [allocate_cache(plan, config, *sizes) for plan in plans]
     if cost := slot_cost(caches[0]):
         note(cost)

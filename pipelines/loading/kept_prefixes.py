@@ -1,11 +1,13 @@
 """Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into a later KV cache.
 
 A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
-[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. The metadata holds the identity of the model
+[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. A recurrent layer has its state after each
+prompt instead, [prompts, *]. The metadata holds the identity of the model
 and settings, and the prompts' boundaries.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from conf.schema import Weights
 from kernels import build
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
+from models.sharding import ParallelLayout
 from pipelines.engine import Engine
 from pipelines.engine.block_hashes import extend_hashes
-from pipelines.engine.operations import WriteBlocks
+from pipelines.engine.operations import WriteBlocks, WriteState
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
 from pipelines.loading.model_plan import ModelPlan
@@ -84,7 +87,7 @@ def save_kept(
 ) -> None:
     """Write a file, which appears when it is complete.
 
-    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`.
+    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`, and [rows, *] by those of `cache_states`.
     """
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
@@ -99,7 +102,8 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
     if not names:
         return []
     source = plan.source
-    source.shape.capabilities.refuse_recurrent("device.kept_prefixes")
+    if plan.parallel_layout != ParallelLayout():
+        source.shape.capabilities.refuse_recurrent("device.kept_prefixes with ranks", "give parallel=single")
     if not source.shape.capabilities.shares_prefixes:
         raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
     expected = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)
@@ -118,10 +122,10 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
 
 
 def place_kept(engine: Engine, files: list[KeptFile]) -> None:
-    """Copy the files' contents into pinned blocks of the engine's cache, where the prefix cache finds them.
+    """Copy the files' contents into pinned blocks and state slots of the engine, where the prefix cache finds them.
 
     Raises UserError for tensor shapes that differ from the cache's, for soft prefixes and adapters that the engine does
-    not have, for numbers that are not finite, and for too few blocks.
+    not have, for numbers that are not finite, and for too few blocks or slots.
     """
     for file in files:
         _check_tensors(engine, file)
@@ -134,29 +138,52 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         table = engine.pin(len(missing_blocks))
         engine.remember(table, missing_blocks)
         places = torch.tensor(list(missing_blocks.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
+        slots = _pin_states(engine, file, token_ids.tolist())
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
                 problem = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {problem}: make it again by task=prefix")
-            engine.executor.run(WriteBlocks(name, content[places], table))
+            if name in engine.executor.cache_states:
+                for row, slot in slots.items():
+                    engine.executor.run(WriteState(name, content[row], slot))
+            else:
+                engine.executor.run(WriteBlocks(name, content[places], table))
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
     """Return the hashes of the full blocks that the cache does not hold, each with its first slot in the file."""
-    size, missing = engine.block_size, dict[bytes, int]()
-    first_token = first_slot = 0
-    for row in file.rows:
-        hashes: list[bytes] = []
-        row_token_ids = token_ids[first_token : first_token + row.num_tokens]
-        extend_hashes(
-            hashes, row_token_ids, row.num_slots // size, size, bytes.fromhex(row.root), row.num_prefix_tokens
-        )
+    size, missing, first_slot = engine.block_size, dict[bytes, int](), 0
+    for row, hashes in _hashes(file, token_ids, size):
         for number in range(row.num_prefix_tokens // size, len(hashes)):
             if not engine.find_cached_blocks([hashes[number]]):
                 missing.setdefault(hashes[number], first_slot + number * size)
-        first_token += row.num_tokens
         first_slot += row.num_slots
     return missing
+
+
+def _pin_states(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[int, int]:
+    """Pin a slot for the state after each row that ends with a block of the engine. Return the slots by row number."""
+    slots = dict[int, int]()
+    for number, (row, hashes) in enumerate(_hashes(file, token_ids, engine.block_size)):
+        if not engine.executor.cache_states or row.num_slots % engine.block_size:
+            continue
+        if engine.num_free_slots < 1:
+            problem = f"{file.path} needs {len(file.rows)} slots for recurrent states, but {len(slots)} are free"
+            raise UserError(f"device.kept_prefixes: {problem}: raise device.kv_cache_memory, or leave it out")
+        slot = engine.pin_state(hashes[-1])
+        slots |= {} if slot is None else {number: slot}
+    return slots
+
+
+def _hashes(file: KeptFile, token_ids: list[int], block_size: int) -> Iterator[tuple[KeptRow, list[bytes]]]:
+    """Yield each row of the file with the hashes of its full blocks."""
+    first = 0
+    for row in file.rows:
+        hashes: list[bytes] = []
+        row_token_ids, root = token_ids[first : first + row.num_tokens], bytes.fromhex(row.root)
+        extend_hashes(hashes, row_token_ids, row.num_slots // block_size, block_size, root, row.num_prefix_tokens)
+        yield row, hashes
+        first += row.num_tokens
 
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
@@ -164,6 +191,9 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
     stored, model = engine.executor.cache_tensors, engine.executor.model
     cache_forms = {
         name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()
+    }
+    cache_forms |= {
+        name: f"{t.dtype}{[len(file.rows), *t.shape[1:]]}" for name, t in engine.executor.cache_states.items()
     }
     # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
     first, other_layers = (

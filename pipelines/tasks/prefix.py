@@ -14,7 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.support.terminal import escape_line
-from pipelines.engine import Engine, Request
+from pipelines.engine import Engine, Request, Sequence
 from pipelines.engine.block_hashes import root_hash
 from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import PromptEncoder
@@ -44,7 +44,8 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         device = prepare_device(run.device)
         ready = calibrated(run, resolve_model(run.model), progress)
         engine = build_engine(ready, device, run.device, run.parallel, run.decode, 1, progress)
-        engine.capabilities.refuse_recurrent("task=prefix")
+        if run.parallel.mode.divides:
+            engine.capabilities.refuse_recurrent("task=prefix with ranks", "give parallel=single")
         if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()
@@ -89,14 +90,15 @@ def _request(engine: Engine, encoder: PromptEncoder, row: PromptRow, decode: Dec
 
 
 class _Kept:
-    """The full blocks of prompts, copied from the cache before later prompts evict them."""
+    """The full blocks of prompts, and the recurrent states after them, copied before later prompts evict them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.rows: list[KeptRow] = []
         self._token_ids: list[int] = []
-        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.executor.cache_tensors}
-        self._known: set[bytes] = set()  # hashes of the blocks that are kept
+        executor = engine.executor
+        self._stored: dict[str, list[Tensor]] = {name: [] for name in (*executor.cache_tensors, *executor.cache_states)}
+        self._known: set[bytes] = set()  # hashes of the blocks that are kept; with recurrent states, of the last ones
         self._num_prompts = self._num_prompt_tokens = 0
 
     @property
@@ -109,29 +111,39 @@ class _Kept:
         }
 
     def add(self, request: Request) -> None:
-        """Compute a prompt alone. Keep its full blocks, unless an earlier prompt has all of them."""
-        engine, prefix = self._engine, request.prefix
-        group = engine.add(request)
+        """Compute a prompt's full blocks alone, and keep them, unless an earlier prompt has all of them."""
+        engine, prefix, num_prompt_tokens = self._engine, request.prefix, len(request.prompt_token_ids)
+        num_blocks = (prefix.num_tokens + num_prompt_tokens) // engine.block_size
+        num_tokens = num_blocks * engine.block_size - prefix.num_tokens
+        self._num_prompts += 1
+        self._num_prompt_tokens += num_prompt_tokens
+        if num_tokens < 1:
+            return
+        # A second new token, which is not computed, keeps blocks and slot. With log probabilities no step runs ahead.
+        params = replace(request.params, max_new_tokens=2, logprobs=1)
+        full_blocks = request.prompt_token_ids[:num_tokens]
+        group = engine.add(replace(request, prompt_token_ids=full_blocks, params=params))
         (sequence,) = group.sequences
-        while group.sequences:
+        while group.sequences and sequence.num_computed_tokens < num_tokens:
             engine.step()
         if group.error:
             raise group.error
-        self._num_prompts += 1
-        self._num_prompt_tokens += sequence.num_prompt_tokens
-        num_blocks = (prefix.num_tokens + sequence.num_prompt_tokens) // engine.block_size
-        num_tokens = num_blocks * engine.block_size - prefix.num_tokens
-        hashes, num_full = sequence.block_hashes[:num_blocks], prefix.num_tokens // engine.block_size
-        if num_tokens < 1 or hashes[-1] in self._known:
-            return
-        blocks = [*prefix.blocks[:num_full], *engine.find_cached_blocks(hashes[num_full:])]
-        assert len(blocks) == num_blocks
-        for name, (tensor, _) in engine.executor.cache_tensors.items():
-            self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
-        self._known.update(hashes)
-        self._token_ids += sequence.token_ids[:num_tokens]
+        if sequence.block_hashes[num_blocks - 1] not in self._known:
+            self._copy(request, sequence, num_blocks)
+        engine.cancel(group)
+
+    def _copy(self, request: Request, sequence: Sequence, num_blocks: int) -> None:
+        executor, prefix = self._engine.executor, request.prefix
+        for name, (tensor, _) in executor.cache_tensors.items():
+            self._stored[name].append(tensor[sequence.block_table[:num_blocks]].flatten(0, 1).cpu())
+        for name, tensor in executor.cache_states.items():
+            self._stored[name].append(tensor[sequence.state_slots[-1:]].cpu())
+        hashes = sequence.block_hashes[:num_blocks]
+        self._known.update(hashes[-1:] if executor.cache_states else hashes)
+        self._token_ids += sequence.token_ids[: sequence.num_prompt_tokens]
         adapter = "" if request.adapter is None else request.adapter.digest
-        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash(sequence).hex()))
+        root = root_hash(sequence).hex()
+        self.rows.append(KeptRow(sequence.num_prompt_tokens, prefix.num_tokens, prefix.digest, adapter, root))
 
     def save(self, path: Path, parts: dict[str, Any]) -> None:
         stored = {name: torch.cat(parts) for name, parts in self._stored.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -17,19 +18,22 @@ from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantSc
 from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
+from models.formats.safetensors_writer import save_tensors
 from models.parallel import stage_layers
 from pipelines.engine import Engine, snapshots
+from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.tasks.export import export_model
-from tests.helpers import divided_engines
+from tests.helpers import divided_engines, kept_prefixes
 from tests.helpers.builders import all_logits, complete, run_config
 from tests.helpers.calibrated_ranks import quantized_by
 from tests.helpers.divided import plan_of, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
+from tests.helpers.kept_prefixes import BEGINNING, keep
 from tests.helpers.observed_steps import pad
 from tests.helpers.quantized_models import CALIBRATED
 from tests.helpers.tiers import tiers
@@ -162,6 +166,35 @@ def test_prefixes_end_at_snapshots_and_have_the_bits_of_a_whole_prompt(
         assert [answers(engine, fresh, text)[1] for text in texts] == [[0], [0], [28]]
 
 
+def test_kept_prefixes_have_the_states_after_them(folder: Path, tmp_path: Path) -> None:
+    """One prompt begins another one. Other numbers in the file give other log probabilities, so they are read."""
+    run = run_config(folder)
+    rows = [{"prompt_token_ids": prompt} for prompt in (BEGINNING, BEGINNING[:17])]
+    assert keep(run, tmp_path / "kept", *rows)["num_kept_prompts"] == 2
+    with safe_open(tmp_path / "kept", framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_tensors(tmp_path / "other", tensors | {"layers.0.state.0": -tensors["layers.0.state.0"]}, metadata)
+    plain = load_engine(run, 3)
+    for block_size in (16, 4):
+        kept = {
+            name: load_engine(
+                replace(run, device=replace(run.device, kept_prefixes=[str(tmp_path / name)], block_size=block_size)), 3
+            )
+            for name in ("kept", "other")
+        }
+        for prompt, num_cached in (([*BEGINNING, 3], 32), ([*BEGINNING[:17], 3, 4], 16)):
+            output, wrong, expected = (kept_prefixes.complete(e, prompt) for e in (*kept.values(), plain))
+            assert output.completions == expected.completions
+            assert output.num_cached_tokens == num_cached
+            assert wrong.completions[0].logprobs != expected.completions[0].logprobs
+    engine = kept["kept"]
+    for number in range(engine.num_free_slots):
+        engine.pin_state(b"%d" % number)
+    assert kept_prefixes.complete(engine, BEGINNING).completions == kept_prefixes.complete(plain, BEGINNING).completions
+    with pytest.raises(UserError, match="needs 2 slots for recurrent states, but 0 are free: raise device.kv_cache"):
+        place_kept(engine, open_kept([str(tmp_path / "other")], plan_of(run)))
+
+
 def test_drafts_change_nothing(folder: Path) -> None:
     """The state includes accepted drafts alone, wherever a draft is wrong."""
     decode = DecodeConfig(max_new_tokens=19, ignore_eos=True, logprobs=3)
@@ -235,8 +268,8 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
     with pytest.raises(UserError, match=f"task=export {refused}"):
         export_model(run, tmp_path / "out", overwrite=False)
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
-    with pytest.raises(UserError, match=f"device.kept_prefixes {refused}"):
-        load_engine(kept, 1)
+    with pytest.raises(UserError, match=f"device.kept_prefixes with ranks {refused}: give parallel=single"):
+        load_engine(divided_engines.parallel(kept, 2), 1)
     small = replace(run, device=replace(run.device, kv_cache_memory="1000"))
     with pytest.raises(
         UserError,
