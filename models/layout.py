@@ -43,7 +43,10 @@ class ModelLayout:
     attention: str = "self_attn"
     """The attention module, in a decoder layer. It has `heads`."""
     recurrent: str = ""
-    """The recurrent module, in a decoder layer without attention. It has `state_shapes` and `shard`. Empty: no layer is recurrent."""
+    """The recurrent module, in a decoder layer without attention. It has `state_shapes` and `shard`.
+
+    Empty: no layer is recurrent.
+    """
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The norms whose outputs linear layers read, in a decoder layer."""
     norm_weight_offset: float = 0.0

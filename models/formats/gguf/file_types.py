@@ -41,8 +41,8 @@ def tensor_types(
     """Return the type of each tensor, by llama.cpp's names.
 
     `dtype`: one of FILE_TYPES. `shapes`: of all tensors, row length last. `has_importance`: with an importance matrix.
-    Vectors, routers, position tables and convolutions are F32. If a matrix has rows that are not a multiple of the block size, it
-    gets a type with shorter blocks, or F16, and a warning counts it.
+    Vectors, routers, position tables and convolutions are F32. If a matrix has rows that are not a multiple of the block
+    size, it gets a type with shorter blocks, or F16, and a warning counts it.
     """
     matrices = MatrixTypes(FILE_TYPES[dtype][0], shapes, architecture, has_importance)
     chosen = {
