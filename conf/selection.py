@@ -23,9 +23,10 @@ BYTES = "_bytes"
 KNOWN = (
     "accuracy", "perplexity", "nll_per_token", "kl_mean", "kl_p99", "top1_agreement", "decode_tokens_per_s",
     "prefill_tokens_per_s", "tokens_per_s", "prompt_tokens_per_s", "time_to_first_token_s", "time_per_output_token_s",
-    "acceptance", "share_of_windows", "weight_bytes", "peak_memory_bytes", "kv_bytes", "memory_bandwidth_bytes_per_s",
-    "decode_share_of_bandwidth", "load_s", "start_s", "run_s", "generate_s", "evaluate_s", "quantize_s", "convert_s",
-    "export_s", "prefix_s", "num_prompts", "num_errors", "num_blank_lines", "num_resumed_rows", "num_truncated_rows",
+    "acceptance", "share_of_windows", "weight_bytes", "peak_memory_bytes", "kv_bytes", "state_bytes",
+    "memory_bandwidth_bytes_per_s", "decode_share_of_bandwidth", "load_s", "start_s", "run_s", "generate_s",
+    "evaluate_s", "quantize_s", "convert_s", "export_s",
+    "prefix_s", "num_prompts", "num_errors", "num_blank_lines", "num_resumed_rows", "num_truncated_rows",
     "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_drafted_tokens", "num_accepted_tokens",
     "num_scored_tokens", "num_questions", "num_answers", "num_values", "num_kept_prompts", "num_kept_tokens",
     "num_layers", "num_tensors", "num_nodes", "num_files", "bytes_read", "bytes_written", "weight_bytes_before",

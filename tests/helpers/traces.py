@@ -2,12 +2,11 @@
 
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from models.capabilities import ModelCapabilities
 from pipelines.engine.block_manager import BlockManager
-from pipelines.engine.kv_cache import choose_num_state_slots
+from pipelines.engine.kv_cache import CacheRoom, choose_sizes
 from pipelines.engine.scheduler import Scheduler
 from pipelines.engine.snapshots import MIN_TOKENS
 from pipelines.engine.state_manager import StateManager
@@ -67,11 +66,9 @@ TRACES = {
 
 def scheduler_of_memory(memory: int, token_bytes: int, slot_bytes: int) -> Scheduler:
     """Return a scheduler whose blocks and slots fill `memory` bytes. `slot_bytes`: 0 without recurrent layers."""
-    sizes = cast(
-        "Any", SimpleNamespace(states=[0] * slot_bytes, bytes_per_slot=slot_bytes, bytes_per_token=token_bytes)
-    )
-    num_slots = choose_num_state_slots(sizes, StateManager.num_needed(RUNNING), 10**9, str(memory), memory)
-    blocks = BlockManager((memory - num_slots * slot_bytes) // (BLOCK_SIZE * token_bytes), BLOCK_SIZE)
+    rooms = [CacheRoom(memory, token_bytes, slot_bytes)]
+    num_blocks, num_slots = choose_sizes(rooms, BLOCK_SIZE, 0, StateManager.num_needed(RUNNING), str(memory))
+    blocks = BlockManager(num_blocks, BLOCK_SIZE)
     states = StateManager(num_slots, saves_outputs=slot_bytes < MIN_TOKENS * token_bytes)
     return Scheduler(blocks, RUNNING, BUDGET, ModelCapabilities(), None, states, {TURN_END})
 

@@ -92,7 +92,9 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.all_finite, rows)
         opcheck(ops.fit_scales, rows, 11, num_rows > 1, torch.float16)
     states, starts = torch.zeros(2, 2, 22, dtype=dtype), torch.tensor([0, num_rows])
-    opcheck(ops.short_conv, wide, randn(3, 22, dtype=dtype), None, states, starts, *torch.tensor([[-1], [1]]))
+    opcheck(
+        ops.short_conv, wide, randn(3, 22, dtype=dtype), None, states, starts, *torch.tensor([[-1], [1], [num_rows]])
+    )
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)
