@@ -69,16 +69,17 @@ class CacheRoom:
         """Return how many blocks fit beside these slots."""
         return (self.num_bytes - num_slots * self.bytes_per_slot) // max(1, block_size * self.bytes_per_token)
 
-    def num_slots(self, wanted_slots: int) -> int:
+    def num_slots(self, block_size: int, wanted_slots: int) -> int:
         """Return the number of slots: `wanted_slots` for sequences, and those of snapshots.
 
         The sequences' slots take at most half of the memory. Of the rest, snapshots take at most a third, and one slot
-        per TOKENS_PER_SNAPSHOT tokens.
+        per TOKENS_PER_SNAPSHOT tokens. One block fits beside all slots.
         """
         size = self.bytes_per_slot
         num_slots = min(wanted_slots, self.num_bytes // 2 // size)
         rest = self.num_bytes - num_slots * size
-        return num_slots + min(rest // 3 // size, rest // (TOKENS_PER_SNAPSHOT * self.bytes_per_token + size))
+        num_snapshots = min(rest // 3 // size, rest // (TOKENS_PER_SNAPSHOT * self.bytes_per_token + size))
+        return min(num_slots + num_snapshots, (self.num_bytes - block_size * self.bytes_per_token) // size)
 
 
 def cache_room(cache: KVCache, memory: str, free: int, num_ranks: int = 1, num_sharing: int = 1) -> CacheRoom:
@@ -110,7 +111,7 @@ def choose_sizes(
     An automatic cache has at most `wanted_blocks`, and one snapshot per TOKENS_PER_SNAPSHOT of their tokens. A model
     without recurrent layers has no slots.
     """
-    num_slots = min((room.num_slots(wanted_slots) for room in rooms if room.bytes_per_slot), default=0)
+    num_slots = min((room.num_slots(block_size, wanted_slots) for room in rooms if room.bytes_per_slot), default=0)
     if memory == "auto":
         num_slots = min(num_slots, wanted_slots + wanted_blocks * block_size // TOKENS_PER_SNAPSHOT)
     num_blocks = min(room.num_blocks(block_size, num_slots) for room in rooms)

@@ -111,7 +111,7 @@ class _Kept:
         }
 
     def add(self, request: Request) -> None:
-        """Compute a prompt's full blocks alone, and keep them, unless an earlier prompt has all of them."""
+        """Compute a prompt alone. Keep its full blocks, unless an earlier prompt has all of them."""
         engine, prefix, num_prompt_tokens = self._engine, request.prefix, len(request.prompt_token_ids)
         num_blocks = (prefix.num_tokens + num_prompt_tokens) // engine.block_size
         num_tokens = num_blocks * engine.block_size - prefix.num_tokens
@@ -121,29 +121,31 @@ class _Kept:
             return
         # A second new token, which is not computed, keeps blocks and slot. With log probabilities no step runs ahead.
         params = replace(request.params, max_new_tokens=2, logprobs=1)
-        full_blocks = request.prompt_token_ids[:num_tokens]
-        group = engine.add(replace(request, prompt_token_ids=full_blocks, params=params))
+        # The state after the last full block exists only at the end of a prompt. Other models compute the whole prompt:
+        # its length decides which side of a long RoPE threshold its keys are on.
+        token_ids = request.prompt_token_ids[: num_tokens if engine.executor.cache_states else None]
+        group = engine.add(replace(request, prompt_token_ids=token_ids, params=params))
         (sequence,) = group.sequences
-        while group.sequences and sequence.num_computed_tokens < num_tokens:
+        while group.sequences and sequence.num_computed_tokens < len(token_ids):
             engine.step()
         if group.error:
             raise group.error
         if sequence.block_hashes[num_blocks - 1] not in self._known:
-            self._copy(request, sequence, num_blocks)
+            self._copy(sequence, num_blocks, num_tokens)
         engine.cancel(group)
 
-    def _copy(self, request: Request, sequence: Sequence, num_blocks: int) -> None:
-        executor, prefix = self._engine.executor, request.prefix
+    def _copy(self, sequence: Sequence, num_blocks: int, num_tokens: int) -> None:
+        executor, request, prefix = self._engine.executor, sequence.request, sequence.prefix
         for name, (tensor, _) in executor.cache_tensors.items():
             self._stored[name].append(tensor[sequence.block_table[:num_blocks]].flatten(0, 1).cpu())
         for name, tensor in executor.cache_states.items():
             self._stored[name].append(tensor[sequence.state_slots[-1:]].cpu())
         hashes = sequence.block_hashes[:num_blocks]
         self._known.update(hashes[-1:] if executor.cache_states else hashes)
-        self._token_ids += sequence.token_ids[: sequence.num_prompt_tokens]
+        self._token_ids += sequence.token_ids[:num_tokens]
         adapter = "" if request.adapter is None else request.adapter.digest
         root = root_hash(sequence).hex()
-        self.rows.append(KeptRow(sequence.num_prompt_tokens, prefix.num_tokens, prefix.digest, adapter, root))
+        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root))
 
     def save(self, path: Path, parts: dict[str, Any]) -> None:
         stored = {name: torch.cat(parts) for name, parts in self._stored.items()}
