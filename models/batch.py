@@ -161,7 +161,7 @@ class Batch:
         state_writes: Sequence[int] = (),
         state_ends: Sequence[int] = (),
     ) -> "Batch":
-        """Create a batch on the CPU. The last four fields may be empty, as in `BatchShape`."""
+        """Create a batch on the CPU. Adapter slots and state fields may be empty, as in `BatchShape`."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few distinct shapes
         tables: list[int] = []

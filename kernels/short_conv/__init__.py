@@ -32,10 +32,8 @@ def short_conv(
     ends: Tensor,
 ) -> Tensor:
     """Return [T, C], as `reference.short_conv` does. The bits of a row depend only on its sequence."""
-    floats, integers = (
-        [projected, weight, states, *([] if bias is None else [bias])],
-        [query_starts, reads, writes, ends],
-    )
+    floats = [projected, weight, states, *([] if bias is None else [bias])]
+    integers = [query_starts, reads, writes, ends]
     num_taps, channels = weight.shape
     fit = projected.dtype in DTYPES and all(part.is_cpu and part.dtype == projected.dtype for part in floats)
     fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers) and states.is_contiguous()

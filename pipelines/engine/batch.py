@@ -23,7 +23,7 @@ class NewTokens(NamedTuple):
     adapter_slot: int = -1
     """Slot of the sequence's adapter in the model's tables; -1 for no adapter, and for a draft model."""
     state_slots: StateSlots | None = None
-    """None: the model has no recurrent layer."""
+    """None: the model has no recurrent layer, or drafts."""
     num_drafts: int = 0
     """The last `num_drafts` tokens are drafts, which the recurrent state after the step does not include."""
 

@@ -158,14 +158,16 @@ class Engine(StepLoop):
         manager = self.scheduler.state_manager
         return manager.num_unpinned_slots - manager.num_needed(1)
 
-    def pin_state(self, value: bytes) -> int | None:
-        """Return a slot whose state stays a snapshot with this hash; None if there is one already.
+    def has_state(self, value: bytes) -> bool:
+        """Return whether a snapshot has this hash."""
+        return bool(self.scheduler.state_manager.find([value])[1])
+
+    def pin_state(self, value: bytes) -> int:
+        """Return a slot whose state stays a snapshot with this hash, which no snapshot has yet.
 
         The caller must check `num_free_slots` first. Requests can use only the remaining slots.
         """
         manager = self.scheduler.state_manager
-        if manager.find([value])[0]:
-            return None
         slot = manager.pin(value)
         self.requests = replace(self.requests, num_state_slots=manager.num_unpinned_slots)
         return slot

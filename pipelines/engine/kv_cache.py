@@ -66,14 +66,14 @@ class CacheRoom:
     """0 in a pipeline stage without recurrent layers."""
 
     def num_blocks(self, block_size: int, num_slots: int) -> int:
-        """Return how many blocks fit beside these slots."""
+        """Return the number of blocks that fit into the memory that this number of slots leaves."""
         return (self.num_bytes - num_slots * self.bytes_per_slot) // max(1, block_size * self.bytes_per_token)
 
     def num_slots(self, block_size: int, wanted_slots: int) -> int:
-        """Return the number of slots: `wanted_slots` for sequences, and those of snapshots.
+        """Return the number of slots: at most `wanted_slots` for sequences, and further slots for snapshots.
 
         The sequences' slots take at most half of the memory. Of the rest, snapshots take at most a third, and one slot
-        per TOKENS_PER_SNAPSHOT tokens. One block fits beside all slots.
+        per TOKENS_PER_SNAPSHOT tokens. The slots leave memory for one block.
         """
         size = self.bytes_per_slot
         num_slots = min(wanted_slots, self.num_bytes // 2 // size)

@@ -74,14 +74,14 @@ class PrefixCache:
 
     def _save_state(self, sequence: Sequence) -> None:
         size, end, last = self._blocks.block_size, sequence.num_computed_tokens, sequence.last_snapshot
-        value, before = (sequence.block_hashes[at // size - 1] for at in (end, last))
-        self._states.remember(sequence.state_slots[-1], value)
+        hashes = sequence.block_hashes
+        self._states.remember(sequence.state_slots[-1], hashes[end // size - 1])
         # A snapshot of an output replaces none of the prompt: the next prompt may lack the output's reasoning. Small
         # states are not superseded: blocks are scarcer, and an evicted last block makes the earlier snapshot useful.
         if last >= sequence.num_prompt_tokens:
-            self._states.drop(before)
+            self._states.drop(hashes[last // size - 1])
         elif last > sequence.snapshots.shared_end and not self._states.saves_outputs:
-            self._states.supersede(before)
+            self._states.supersede(hashes[last // size - 1])
         sequence.last_snapshot = end
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:

@@ -195,6 +195,16 @@ class Scheduler:
                 is_complete = not sequence.num_uncomputed_tokens
                 sequence.first_output_position = None if is_complete else sequence.num_computed_tokens
 
+    def recompute(self, plans: Iterable[StepPlan]) -> None:
+        """Preempt the groups of computed steps whose outputs are dropped, if the model has recurrent layers.
+
+        Their states contain tokens that the next step would compute once more. Keys and values are only written again.
+        """
+        if self.state_manager.num_slots:
+            dropped = {item.group for plan in plans for item in plan.scheduled}
+            for group in [group for group in reversed(self.running) if group in dropped]:
+                self._preempt(group)
+
     def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
         """Replace the group's sequences by these continuations.
 

@@ -98,10 +98,15 @@ class StateManager:
         return 0, []
 
     def remember(self, slot: int, value: bytes) -> None:
-        """Make the caller's slot a snapshot. An earlier snapshot with this hash stays."""
-        if value not in self._slot_of:
+        """Make the caller's slot a snapshot. An earlier snapshot with this hash stays, as if it were just used."""
+        earlier = self._slot_of.setdefault(value, slot)
+        if earlier == slot:
             self._hash_of[slot] = value
-            self._slot_of[value] = slot
+            return
+        self._superseded.discard(earlier)
+        if earlier in self._cached:
+            del self._cached[earlier]
+            self._cached[earlier] = None
 
     def supersede(self, value: bytes) -> None:
         """Record that a snapshot's own continuation is saved too. If the snapshot is unknown, do nothing."""
@@ -160,4 +165,4 @@ class StateManager:
         if {slot: value for value, slot in self._slot_of.items()} != self._hash_of:
             raise RuntimeError("snapshots and their hashes do not match")
         if not self._cached.keys() | self._superseded | self._num_hits.keys() <= self._hash_of.keys():
-            raise RuntimeError("a slot that is no snapshot is treated as one")
+            raise RuntimeError("a cached, superseded or counted slot has no hash")

@@ -36,15 +36,19 @@ class StepLoop:
         self.looks_ahead = looks_ahead
         """Whether a step is launched before the previous step's tokens are known, if its plan allows it."""
         self.speculator = Speculator(scheduler)
+        self._launched: LaunchedStep | None = None  # the next step, launched before the CPU has its input tokens
+        # Steps in flight. No group is in two of them.
+        self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
         self.num_generated_tokens = 0  # by all requests so far
         self.num_computed_tokens = 0  # without drafts
 
     def use(self, executor: Executor) -> None:
-        """Compute the next steps with this executor. Steps in flight are dropped."""
+        """Compute the next steps with this executor. The outputs of steps in flight are dropped."""
+        launched = [] if self._launched is None or self._launched.is_confirmed else [self._launched.plan]
+        self.scheduler.recompute([*launched, *(plan for plan, _ in self._microbatches)])
         self.executor = executor
-        self._launched: LaunchedStep | None = None  # the next step, launched before the CPU has its input tokens
-        # Steps in flight. No group is in two of them.
-        self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
+        self._launched = None
+        self._microbatches.clear()
 
     @property
     def is_next_computed(self) -> bool:
@@ -69,7 +73,10 @@ class StepLoop:
         choices = choose_tokens(step, self._fail)
         self.speculator.sampled()
         self.scheduler.commit(step.plan)
-        self.num_computed_tokens += sum(item.num_new_tokens for item in step.plan.scheduled)
+        if (
+            not step.is_confirmed or not self.scheduler.state_manager.num_slots
+        ):  # else the next step computes them again
+            self.num_computed_tokens += sum(item.num_new_tokens for item in step.plan.scheduled)
         self._launched = ahead
         self._accept(choices)
         self._launched = ahead or step.confirmed()

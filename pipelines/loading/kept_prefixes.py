@@ -2,7 +2,7 @@
 
 A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
 [M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. A recurrent layer has its state after each
-prompt instead, [prompts, *]. The metadata holds the identity of the model
+prompt instead, `layers.N.state.I` [prompts, *]. The metadata holds the identity of the model
 and settings, and the prompts' boundaries.
 """
 
@@ -87,7 +87,8 @@ def save_kept(
 ) -> None:
     """Write a file, which appears when it is complete.
 
-    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`, and [rows, *] by those of `cache_states`.
+    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`, and [rows, *] by the names of
+    `Executor.cache_states`.
     """
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
@@ -137,7 +138,9 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
             raise UserError(f"device.kept_prefixes: {problem}: raise device.kv_cache_memory, or leave it out")
         table = engine.pin(len(missing_blocks))
         engine.remember(table, missing_blocks)
-        places = torch.tensor(list(missing_blocks.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
+        places = torch.tensor(list(missing_blocks.values()), dtype=torch.int64)[:, None] + torch.arange(
+            engine.block_size
+        )  # [blocks, B]
         slots = _pin_states(engine, file, token_ids.tolist())
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
@@ -167,11 +170,12 @@ def _pin_states(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[in
     for number, (row, hashes) in enumerate(_hashes(file, token_ids, engine.block_size)):
         if not engine.executor.cache_states or row.num_slots % engine.block_size:
             continue
+        if engine.has_state(hashes[-1]):
+            continue
         if engine.num_free_slots < 1:
-            problem = f"{file.path} needs {len(file.rows)} slots for recurrent states, but {len(slots)} are free"
+            problem = f"{file.path} needs a slot for the recurrent state of row {number}, but none is free"
             raise UserError(f"device.kept_prefixes: {problem}: raise device.kv_cache_memory, or leave it out")
-        slot = engine.pin_state(hashes[-1])
-        slots |= {} if slot is None else {number: slot}
+        slots[number] = engine.pin_state(hashes[-1])
     return slots
 
 

@@ -43,9 +43,9 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     with report.progress_bar() as progress:
         device = prepare_device(run.device)
         ready = calibrated(run, resolve_model(run.model), progress)
-        engine = build_engine(ready, device, run.device, run.parallel, run.decode, 1, progress)
         if run.parallel.mode.divides:
-            engine.capabilities.refuse_recurrent("task=prefix with ranks", "give parallel=single")
+            ready.source.shape.capabilities.refuse_recurrent("task=prefix with ranks", "give parallel=single")
+        engine = build_engine(ready, device, run.device, run.parallel, run.decode, 1, progress)
         if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()

@@ -17,6 +17,7 @@ from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from models.layers.attention import Heads
 from models.layers.linear import tied_embedding
 from models.rank_tensors import gather_on_first, scatter_from_first
 from models.sharding import Shard
@@ -59,7 +60,7 @@ class Share:
     ) -> None:
         """`model` has float weights.
 
-        `cache` has one layer with room for each of the batches. The first batch is the probe.
+        `cache` has one layer of each kind, with room for each of the batches. The first batch is the probe.
 
         For a rank, `full_model` is the unsharded model on the meta device, `shards` describes its shard, and `group` connects
         the ranks of its stage. Raises UserError for weights that are not finite.
@@ -190,8 +191,11 @@ class Share:
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
-    sizes = num_blocks, cache.block_size, None, cache.dtype, device
-    return allocate_kv_cache(full_model.layer_caches, *sizes, cache.num_slots).one_of_each_kind()
+    contents = full_model.layer_caches
+    kinds = {isinstance(content, Heads): content for content in reversed(contents)}  # the first layer of each kind
+    return allocate_kv_cache(
+        list(kinds.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
+    )
 
 
 @dataclass(frozen=True)

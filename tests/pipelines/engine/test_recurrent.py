@@ -191,8 +191,14 @@ def test_kept_prefixes_have_the_states_after_them(folder: Path, tmp_path: Path) 
     for number in range(engine.num_free_slots):
         engine.pin_state(b"%d" % number)
     assert kept_prefixes.complete(engine, BEGINNING).completions == kept_prefixes.complete(plain, BEGINNING).completions
-    with pytest.raises(UserError, match="needs 2 slots for recurrent states, but 0 are free: raise device.kv_cache"):
-        place_kept(engine, open_kept([str(tmp_path / "other")], plan_of(run)))
+    place_kept(engine, open_kept([str(tmp_path / "kept")], plan_of(run)))  # its states are pinned already
+    full = load_engine(replace(run, device=replace(run.device, block_size=16)), 3)
+    for number in range(full.num_free_slots):
+        full.pin_state(b"%d" % number)
+    with pytest.raises(
+        UserError, match="needs a slot for the recurrent state of row 0, but none is free: raise device"
+    ):
+        place_kept(full, open_kept([str(tmp_path / "other")], plan_of(run)))
 
 
 def test_drafts_change_nothing(folder: Path) -> None:
@@ -231,6 +237,14 @@ def test_ranks_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> Non
     for tp, pp in ((2, 1), (1, 2)):
         engine = load_engine(divided_engines.parallel(run_config(folder), tp, pp), 4)
         assert [divided_engines.answers(engine, decode) for decode in decodes] == expected
+        groups = [engine.add(engine.request(i, prompt, decodes[1])) for i, prompt in enumerate(divided_engines.PROMPTS)]
+        for _ in range(5):  # then an executor is replaced while steps are in flight, as by an adapter
+            engine.step()
+        engine.run_over(engine.executor.model, engine.executor.cache)
+        assert [group.num_preemptions > 0 for group in groups].count(True) == (0 if pp == 1 else 2)
+        while any(group.sequences for group in groups):
+            engine.step()
+        assert [group.completions for group in groups] == [{0: completions[0]} for completions, _ in expected[1]]
         divided_engines.close(engine)
 
 
