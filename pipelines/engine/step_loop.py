@@ -73,9 +73,8 @@ class StepLoop:
         choices = choose_tokens(step, self._fail)
         self.speculator.sampled()
         self.scheduler.commit(step.plan)
-        if (
-            not step.is_confirmed or not self.scheduler.state_manager.num_slots
-        ):  # else the next step computes them again
+        is_computed_again = step.is_confirmed and self.scheduler.state_manager.num_slots > 0
+        if not is_computed_again:
             self.num_computed_tokens += sum(item.num_new_tokens for item in step.plan.scheduled)
         self._launched = ahead
         self._accept(choices)
