@@ -12,7 +12,7 @@ from conf.schema import DType
 from kernels import build
 from models.linear_layers import linear_layer
 from pipelines.engine import Engine
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import calibration_batches
 from quantization.calibration import SequentialCalibrator, Statistics
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
@@ -35,7 +35,9 @@ def calibrator_of(
     model, cache, (probe, *batches) = engine.executor.model, engine.executor.cache, calibration_batches(engine, samples)
     with torch.inference_mode():
         expected = torch.cat([model(batch, cache) for batch in batches])
-    calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential, with_cache=True)
+    calibrator = SequentialCalibrator(
+        model, batches, probe, engine.executor.cache.one_of_each_kind(), sequential, with_cache=True
+    )
     return engine, calibrator, expected
 
 

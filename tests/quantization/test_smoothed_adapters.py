@@ -30,7 +30,7 @@ from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
 from models.linear_layers import linear_layer
 from pipelines import pipeline
 from pipelines.engine import Engine
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import calibration_batches
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.quantizer import is_sequential, parts_of
@@ -83,7 +83,9 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     model = engine.executor.model
     schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
     probe, *batches = calibration_batches(engine, random_rows(6, 16))
-    calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), is_sequential(quant))
+    calibrator = SequentialCalibrator(
+        model, batches, probe, engine.executor.cache.one_of_each_kind(), is_sequential(quant)
+    )
     shutil.copytree(base, folder)
     for part, layer in zip(parts_of(model, schemes), model.layers, strict=True):
         formats = {name.removeprefix(part.prefix): scheme.weights for name, scheme in part.schemes.items()}

@@ -17,7 +17,6 @@ from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.layers.attention import Heads
 from models.layers.linear import tied_embedding
 from models.rank_tensors import gather_on_first, scatter_from_first
 from models.sharding import Shard
@@ -191,10 +190,9 @@ class Share:
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
-    contents = full_model.layer_caches
-    kinds = {isinstance(content, Heads): content for content in reversed(contents)}  # the first layer of each kind
+    first_of_kind = {type(content): content for content in reversed(full_model.layer_caches)}
     return allocate_kv_cache(
-        list(kinds.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
+        list(first_of_kind.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
     )
 
 
