@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.kv_format import PARTS, PagedVectors
 from models.adapters import adaptable_layers
-from models.batch import KVCache
+from models.batch import KVCache, LayerCache, LayerState
 from models.causal_lm import CausalLM, unread_embeddings
 from models.exported.description import EXPORT, Mixture, instruction_set, part_folder, sha256_of
 from models.exported.functions import schemas
@@ -43,7 +43,6 @@ def describe(
     shape, (base_weights, adapted_weights) = model.config, weights
     capabilities = shape.capabilities
     model_addresses = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-    scales = {weight.data_ptr(): name for name, weight in base_weights.items()}
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     mixture_entries = [
         asdict(Mixture(_num_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
@@ -66,7 +65,7 @@ def describe(
         "eos_token_ids": sorted(eos),
         "instruction_set": instruction_set(),
         "operators": schemas(),
-        "cache": [_cache_format(vectors, scales) for vectors in itertools.chain(*cache.attention_layers)],
+        **_describe_cache(cache, base_weights, capabilities.is_recurrent),
         "step_bytes": _num_bytes(model) - unread - sum(map(_num_bytes, mixtures)),
         "mixtures": mixture_entries,
         "quant": quant,
@@ -80,8 +79,28 @@ def describe(
     } | ({"part": describe_part(model, parallel_layout)} if parallel_layout.tp * parallel_layout.pp > 1 else {})
 
 
-def _cache_format(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
+def _describe_cache(cache: KVCache, weights: Mapping[str, Tensor], is_recurrent: bool) -> dict[str, Any]:
+    """Return the entries of export.json for the cache.
+
+    `cache` has two entries for each layer, which are null if the layer has no keys and values. A model without recurrent
+    layers has no entry `states`.
+    """
+    scales = {weight.data_ptr(): name for name, weight in weights.items()}
+    sides = [(None, None) if isinstance(layer, LayerState) else layer for layer in cache.layers]
+    formats = [_cache_format(vectors, scales) for vectors in itertools.chain(*sides)]
+    return {"cache": formats} | ({"states": [_states(layer) for layer in cache.layers]} if is_recurrent else {})
+
+
+def _states(layer: LayerCache | LayerState) -> list[dict[str, Any]]:
+    """Describe a layer's recurrent states for export.json. An attention layer has none."""
+    tensors = layer.tensors if isinstance(layer, LayerState) else ()
+    return [{"shape": [*tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")} for tensor in tensors]
+
+
+def _cache_format(vectors: PagedVectors | None, scales: dict[int, str]) -> dict[str, Any] | None:
     """Describe a layer's keys or values for export.json. `scales`: weight names by data pointer."""
+    if vectors is None:
+        return None
     _, format, static, channels, _ = PARTS.flatten(vectors)
     name = None if static is None else scales[static.data_ptr()]
     return {"num_heads": vectors.tensors[0].shape[2], "channels": channels, "format": format, "scales": name}

@@ -8,6 +8,7 @@ N blocks of B slots, G key/value heads.
 
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from conf.errors import UserError, shortened
 from kernels import build
 from kernels.kv_format import PARTS, PagedVectors, allocate
+from models.batch import KVCache, LayerState, StateShapes
 from models.capabilities import ModelCapabilities
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
@@ -74,7 +76,9 @@ class Description:
     embedding_dim: int
     dtype: torch.dtype
     cache_formats: list[CacheFormat]
-    """Keys and values of each layer, alternating."""
+    """Keys and values of each attention layer, alternating."""
+    states: list[StateShapes]
+    """The recurrent states of each layer; empty for an attention layer."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
@@ -102,16 +106,30 @@ class Description:
     def parallel_layout(self) -> ParallelLayout:
         return ParallelLayout() if self.part is None else self.part.parallel_layout
 
-    def vectors(self, weights: dict[str, Tensor]) -> list[PagedVectors]:
-        """Return the keys and values of each layer, alternating, without blocks.
+    def empty_cache(self, weights: dict[str, Tensor]) -> KVCache:
+        """Return the cache of all layers on the meta device, without blocks and slots.
 
         weights: the weights by name. Raises KeyError or ValueError.
         """
-        return [_vectors(cache_format, self.dtype, weights) for cache_format in self.cache_formats]
+        vectors = (_vectors(cache_format, self.dtype, weights) for cache_format in self.cache_formats)
+        meta = torch.device("meta")
+        layers = [
+            LayerState(tuple(torch.empty(0, *shape, dtype=self.dtype, device=meta) for shape in shapes))
+            if shapes
+            else (next(vectors), next(vectors))
+            for shapes in self.states
+        ]
+        return KVCache(layers, 0, 1, self.dtype)
 
     @property
-    def heads(self) -> list[Heads]:
-        """The heads of each layer's keys and values. The numbers of query heads are fixed in the graph."""
+    def layer_caches(self) -> list[Heads | StateShapes]:
+        """The content of each layer's cache, as in `CausalLM.layer_caches`."""
+        heads = iter(self._heads)
+        return [shapes or next(heads) for shapes in self.states]
+
+    @property
+    def _heads(self) -> list[Heads]:
+        """The heads of each attention layer's keys and values. The numbers of query heads are fixed in the graph."""
         heads = [
             Heads(keys.num_heads, keys.num_heads, keys.channels, values.channels)
             for keys, values in zip(self.cache_formats[::2], self.cache_formats[1::2], strict=True)
@@ -146,6 +164,7 @@ def _read_shape(reader: ConfigReader) -> ExportedShape:
                 long_rope_threshold=None if reader.raw("key_border") is None else reader.count("key_border"),
                 has_windows=reader.require("has_windows", bool),
                 prefix_stops_scaling=reader.require("prefix_stops_scaling", bool),
+                is_recurrent=reader.raw("states") is not None,
             ),
         )
     except UserError as error:  # also raised for a folder that an older version exported
@@ -184,7 +203,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     dtype = reader.expect("dtype", tuple(DTYPES), None)
     shape = _read_shape(reader)
     try:
-        cache_formats = [CacheFormat(**entry) for entry in reader.raw("cache")]
+        cache_formats, states = _read_cache(reader, dtype)
         mixtures = [Mixture(**entry) for entry in reader.raw("mixtures")]
         weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
         linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
@@ -194,10 +213,11 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         if any(type(token) is not int for token in itertools.chain(reader.raw("eos_token_ids"), *prompt_marks)):
             raise ValueError("eos_token_ids or prompt_marks are not integers")
         part = reader.raw("part")
-        part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
+        num_attention_layers = len(cache_formats) // 2
+        part = None if part is None else read_part(part, shape.num_hidden_layers, num_attention_layers, linears)
         num_layers = shape.num_hidden_layers if part is None else len(part.local_layers)
         names = *weights, *constants, *adapted, *sha256.values()
-        if len(cache_formats) != 2 * num_layers or any(type(name) is not str for name in names):
+        if len(states) != num_layers or any(type(name) is not str for name in names):
             raise ValueError("it lacks keys or values of a layer, or a weight has no name")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / EXPORT} is damaged ({error}): {REMEDY}") from error
@@ -207,6 +227,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         reader.count("embedding_dim"),
         DTYPES[dtype],
         cache_formats,
+        states,
         reader.count("step_bytes", bits=48),
         mixtures,
         reader.require("quant", dict),
@@ -222,6 +243,29 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     if unread := reader.unread():
         raise UserError(f"{folder / EXPORT} has unknown keys ({shortened(', '.join(unread))}): {REMEDY}")
     return description
+
+
+def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[StateShapes]]:
+    """Read the keys and values of each attention layer, alternating, and the states of each layer.
+
+    Raises TypeError, KeyError or ValueError for an entry of another form.
+    """
+    entries = [None if entry is None else CacheFormat(**entry) for entry in reader.raw("cache")]
+    states: list[StateShapes] = [()] * (len(entries) // 2)
+    if (by_layer := reader.raw("states")) is not None:
+        states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
+    if [entry is None for entry in entries] != [bool(shapes) for shapes in states for _ in ("keys", "values")]:
+        raise ValueError("a layer needs either keys and values, or states")
+    return [entry for entry in entries if entry is not None], states
+
+
+def _read_state(entry: dict[str, Any], dtype: str) -> tuple[int, ...]:
+    shape = tuple(entry["shape"])
+    if any(type(size) is not int or size < 1 for size in shape) or math.prod(shape) >= 2**31:
+        raise ValueError("a recurrent state has not from 1 to 2**31 - 1 numbers")
+    if entry["dtype"] != dtype:
+        raise ValueError(f"a recurrent state is not of dtype {dtype}")
+    return shape
 
 
 def _check_counts(

@@ -8,19 +8,18 @@ import torch
 
 from kernels.collectives import nodes
 from kernels.gelu import gelu, gelu_tanh
-from kernels.kv_store import kv_store, rope_and_store
 from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together, take_rows
 from kernels.linear.plain import linear, linear_per_head
 from kernels.lora import lora_add
 from kernels.moe import combine_rows, group_rows, route, route_corrected
-from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 from kernels.take_channels import take_channels
+from models.exported.cache_functions import CACHE_INDEX_PRODUCERS, CACHE_OPERATORS
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -32,7 +31,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         gelu_tanh,
         group_rows,
         grouped_matmul,
-        kv_store,
         layer_norm,
         layer_norm_quantize,
         linear,
@@ -41,12 +39,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         matmul_per_head,
         matmul_swiglu,
         matmul_together,
-        paged_attention,
         quantize_rows,
         rms_norm,
         rms_norm_quantize,
         rope,
-        rope_and_store,
         rope_angles,
         route,
         route_corrected,
@@ -56,7 +52,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         take_channels,
         take_rows,
     )
-}
+} | CACHE_OPERATORS
 """Quintet's operators, by the names of their nodes."""
 ATEN = frozenset(
     """
@@ -81,11 +77,7 @@ SIZES: dict[str, Callable[..., Any]] = {
 ONLY_CHECKS = "torch.ops.aten._assert_tensor_metadata.default"
 """This node is skipped: it repeats facts that every trace contains."""
 INDEX_PRODUCERS = {
-    ("kv_store", "slots"): {"slots"},
-    ("rope_and_store", "slots"): {"slots"},
-    ("paged_attention", "block_tables"): {"block_tables"},
-    ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
-    ("paged_attention", "context_lengths"): {"context_lengths"},
+    **CACHE_INDEX_PRODUCERS,
     ("group_rows", "chosen"): {"route.1", "route_corrected.1", "topk.1"},
     ("grouped_matmul", "starts"): {"group_rows.1"},
     ("combine_rows", "places"): {"group_rows.2"},
@@ -95,7 +87,7 @@ INDEX_PRODUCERS = {
 """The allowed producers of unchecked arguments, by operator and argument.
 
 C++ uses these arguments as memory indices, or writes into them. A producer is a field of the batch, the output rows of
-a field, or an output of an operator.
+a field, a recurrent state of the cache, or an output of an operator.
 """
 
 

@@ -14,13 +14,20 @@ from models.batch import Batch, BatchShape, KVCache
 
 ADAPTERS = "adapter_slots"
 STATES = ("state_reads", "state_writes", "state_ends")
-"""Fields of recurrent models, which are not exported."""
+"""The fields of a batch that only a model with recurrent layers has."""
 INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name not in (ADAPTERS, *STATES))
-"""The fields of a batch that are inputs of a graph, in order."""
-ADAPTED_INPUTS = (*INPUTS, ADAPTERS)
-"""The inputs of the graph for steps with adapters."""
+"""The fields of a batch that every graph has as inputs, in order."""
 STREAM = "stream"
 """An additional input of the graphs of later pipeline stages: the output [T, E] of the previous stage."""
+
+
+def graph_inputs(is_recurrent: bool, is_adapted: bool) -> tuple[str, ...]:
+    """Return the fields of a batch that are inputs of a graph, in order.
+
+    `is_recurrent`: whether the model has recurrent layers. `is_adapted`: for the graph of steps with adapters.
+    """
+    return INPUTS + STATES * is_recurrent + (ADAPTERS,) * is_adapted
+
 
 Argument = Callable[[list[Any], KVCache], Any]
 """Returns an argument of a call from the step's values and the cache."""

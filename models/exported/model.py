@@ -19,7 +19,7 @@ from kernels.quantize_rows import Activations
 from models.batch import Batch, KVCache, StateShapes
 from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
-from models.exported.graph import ADAPTED_INPUTS, INPUTS, STREAM, DamagedGraphError, Graph
+from models.exported.graph import STREAM, DamagedGraphError, Graph, graph_inputs
 from models.exported.reader import build_graph, read_graph
 from models.heads import NoHead
 from models.layers.attention import Heads
@@ -75,7 +75,7 @@ class ExportedLM(CausalLM):
         self._embedding = GraphEmbedding(description.embedding_dim)
         self.description, self.folder = description, folder
         self.kv_formats: list[tuple[KVFormat, KVFormat]] = []
-        """The cache formats of each layer's keys and values, set by `load`."""
+        """The cache formats of each attention layer's keys and values, set by `load`."""
         self._linears = {name: LoRATarget(shape) for name, shape in description.linears.items()}
         names = [*self._linears]
         try:
@@ -105,12 +105,11 @@ class ExportedLM(CausalLM):
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.folder / WEIGHTS} is damaged ({error}): {REMEDY}") from error
         try:
-            layer_vectors = self.description.vectors(self._weights)
+            cache = self.description.empty_cache(self._weights)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self._raise_damaged(error)
-        graph = self._build(GRAPH, INPUTS, self.description.weights, [])
-        formats = [vectors.format for vectors in layer_vectors]
-        self.kv_formats = list(zip(formats[::2], formats[1::2], strict=True))
+        graph = self._build(GRAPH, self.description.weights)
+        self.kv_formats = [(keys.format, values.format) for keys, values in cache.attention_layers]
         try:
             self.graph = graph
             for number, name in enumerate(self.description.weights):
@@ -122,16 +121,18 @@ class ExportedLM(CausalLM):
     @cached_property
     def adapted_graph(self) -> Graph:
         """The graph of steps with adapters, read on first use. Raises UserError as `load` does."""
-        return self._build(ADAPTED_GRAPH, ADAPTED_INPUTS, self.description.adapted_weights, [*self._linears.values()])
+        return self._build(ADAPTED_GRAPH, self.description.adapted_weights, [*self._linears.values()])
 
-    def _build(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[LoRATarget]) -> Graph:
+    def _build(self, file: str, names: list[str], adapted: list[LoRATarget] | None = None) -> Graph:
+        """Read a graph. `adapted`: the layers whose adapters are its inputs; None: a graph without adapters."""
         weights, part = {name: self._weights[name] for name in names}, self.description.part
+        fields = graph_inputs(self.config.capabilities.is_recurrent, adapted is not None)
         fields += () if part is None or part.parallel_layout.stage == 0 else (STREAM,)
         try:
-            layer_vectors = self.description.vectors(self._weights)
+            cache = self.description.empty_cache(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])
             return build_graph(
-                graph, fields, layer_vectors, weights, self._embedding, adapted, self._group, self.quantize_rows
+                graph, fields, cache, weights, self._embedding, adapted or [], self._group, self.quantize_rows
             )
         except DamagedGraphError as error:
             raise UserError(f"{self.folder / file} is damaged ({error}): {REMEDY}") from error
@@ -142,7 +143,7 @@ class ExportedLM(CausalLM):
 
     @property
     def layer_caches(self) -> list[Heads | StateShapes]:
-        return [*self.description.heads]
+        return self.description.layer_caches
 
     @property
     def embedding(self) -> nn.Module:

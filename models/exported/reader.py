@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Activations
+from models.batch import KVCache, LayerState
 from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, function_of
 from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
@@ -83,9 +84,21 @@ class TablePart(NamedTuple):
 
 
 class CacheTensor(NamedTuple):
-    """One of the cache's tensors."""
+    """A tensor of the cache's keys and values."""
 
     number: int
+
+
+class StateTensor(NamedTuple):
+    """A recurrent state of the cache."""
+
+    layer: int
+    number: int
+    """The number of the tensor in the layer's `LayerState`."""
+
+    @property
+    def producer(self) -> str:
+        return "state"
 
 
 def read_graph(path: Path, sha256: str) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def _check_entries(entries: Sequence[zipfile.ZipInfo]) -> None:
 def build_graph(
     graph: Mapping[str, Any],
     fields: tuple[str, ...],
-    layer_vectors: Sequence[PagedVectors],
+    cache: KVCache,
     weights: Mapping[str, Tensor],
     embed: Callable[..., Tensor],
     adapted: Sequence[LoRATarget] = (),
@@ -144,9 +157,9 @@ def build_graph(
 ) -> Graph:
     """Return the calls of a graph, including its weights.
 
-    The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `layer_vectors` (keys and values
-    of each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function,
-    *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
+    The graph's inputs are, in this order, the `fields` of a batch, the keys and values and then the recurrent states of
+    `cache`, whose numbers of blocks and slots do not matter, `weights`, and the adapter tables of the layers `adapted`.
+    `embed(function, *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
     `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
     floats.
 
@@ -154,7 +167,7 @@ def build_graph(
     out of bounds.
     """
     try:
-        return _Builder(graph, fields, layer_vectors, weights, embed, adapted, group, quantize_rows).build()
+        return _Builder(graph, fields, cache, weights, embed, adapted, group, quantize_rows).build()
     except FORMAT_ERRORS as error:
         raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
 
@@ -164,7 +177,7 @@ class _Builder:
         self,
         graph: Mapping[str, Any],
         fields: tuple[str, ...],
-        layer_vectors: Sequence[PagedVectors],
+        cache: KVCache,
         weights: Mapping[str, Tensor],
         embed: Callable[..., Tensor],
         adapted: Sequence[LoRATarget],
@@ -173,15 +186,20 @@ class _Builder:
     ) -> None:
         self._quantize_rows, self._num_quantized = quantize_rows, 0
         self._collectives = {} if group is None else _collectives_of(group)
-        self._graph, self._fields, self._layer_vectors, self._embed, self._adapted = (
-            graph,
-            fields,
-            layer_vectors,
-            embed,
-            adapted,
+        self._graph, self._fields, self._embed, self._adapted = graph, fields, embed, adapted
+        self._layer_vectors = [*chain.from_iterable(cache.attention_layers)]
+        self._attention_layers = [n for n, layer in enumerate(cache.layers) if not isinstance(layer, LayerState)]
+        """The places of the attention layers in the cache."""
+        self._stored = [
+            [*range(start, start + len(vectors.tensors))] for start, vectors in _with_starts(self._layer_vectors)
+        ]
+        states = (
+            StateTensor(layer, number)
+            for layer, content in enumerate(cache.layers)
+            if isinstance(content, LayerState)
+            for number in range(len(content.tensors))
         )
-        self._stored = [[*range(start, start + len(vectors.tensors))] for start, vectors in _with_starts(layer_vectors)]
-        stored = map(CacheTensor, range(sum(map(len, self._stored))))
+        stored = *map(CacheTensor, range(len(cache.tensors))), *states
         tables = (TablePart(layer, field) for layer in range(len(adapted)) for field in range(NUM_FIELDS))
         inputs = [*map(Value, range(len(fields)), fields), *stored, *weights.values(), *tables]
         names = [graph_input["as_tensor"]["name"] for graph_input in graph["inputs"]]
@@ -287,7 +305,9 @@ class _Builder:
             components = [
                 values[name] if name in values else schema.signature.parameters[name].default for name in names
             ]
-            if parts is None:
+            if parts is None and isinstance(components[0], StateTensor):
+                arguments.append(_state_argument(*components[0]))
+            elif parts is None:
                 arguments.append(_resolved(components[0]))
             elif parts is PARTS:
                 arguments.append(self._cache_argument(*components))
@@ -326,10 +346,10 @@ class _Builder:
             raise DamagedGraphError(
                 f"a cache of {format} and {channels} channels, expected {expected[1]} and {vectors.channels}"
             )
-        layer, is_value = divmod(number, 2)
+        layer, is_value = self._attention_layers[number // 2], number % 2
         if channels == vectors.channels:
             return lambda values, cache: cache.layers[layer][is_value]
-        return lambda values, cache: replace(cache.attention_layers[layer][is_value], channels=channels)
+        return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)  # type: ignore[type-var]
 
     def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Argument, Argument]]:
         """Return pairs of sizes that must be equal.
@@ -342,7 +362,9 @@ class _Builder:
         match name:
             case "paged_attention":
                 rows = "token_ids" if values["query_starts"].producer == "query_starts" else "output_rows"
-                return [(_size(values["query"], 0), _size(Value(self._fields.index(rows), rows), 0))]
+                return [(_size(values["query"], 0), self._num_rows(rows))]
+            case "short_conv":
+                return [(_size(values["projected"], 0), self._num_rows("token_ids"))]
             case "group_rows":
                 return [(_constant(values["num_experts"]), self._sizes[values["chosen"].number])]
             case "grouped_matmul":
@@ -356,6 +378,10 @@ class _Builder:
                     (_size(values[name], 1), _constant(width)) for name, width in zip("yx", widths, strict=True)
                 ]
         return []
+
+    def _num_rows(self, field: str) -> Argument:
+        """Return the number of rows of a field of the batch."""
+        return _size(Value(self._fields.index(field), field), 0)
 
 
 def _with_starts(layer_vectors: Sequence[PagedVectors]) -> list[tuple[int, PagedVectors]]:
@@ -389,12 +415,19 @@ def _resolved(value: Any) -> Argument:
     if isinstance(value, Value):
         number = value.number
         return lambda values, cache: values[number]
-    if any(isinstance(item, CacheTensor | TablePart) for item in (value if isinstance(value, list) else [value])):
+    if any(
+        isinstance(item, CacheTensor | StateTensor | TablePart)
+        for item in (value if isinstance(value, list) else [value])
+    ):
         raise DamagedGraphError("the cache or adapters are arguments of a function that does not take them")
     if isinstance(value, list) and _is_computed(value):
         resolved = [_resolved(part) for part in value]
         return lambda values, cache: [part(values, cache) for part in resolved]
     return _constant(value)
+
+
+def _state_argument(layer: int, number: int) -> Argument:
+    return lambda values, cache: cache.layers[layer].tensors[number]  # type: ignore[union-attr]
 
 
 def _compound(parts: Parts, components: list[Argument]) -> Argument:

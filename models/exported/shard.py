@@ -21,14 +21,14 @@ class ExportedShard:
     width: int
     """The channels [E] that a stage sends to the next stage. 0: there is only one stage."""
     keys: list[tuple[int, int]]
-    """For each own layer: the index of its first key head, and the number of key heads of the whole layer."""
+    """For each own attention layer: the index of its first key head, and the number of key heads of the whole layer."""
     outputs: dict[str, tuple[range, ...]]
     """The output ranges in the whole layer of each sharded linear layer that can have adapters, by name."""
     absent: list[str]
     """The names of the modules of other stages."""
 
     def with_positions(self, heads: list[Heads]) -> list[Heads]:
-        """Return the heads of each own layer with their positions in the whole layer."""
+        """Return the heads of each own attention layer with their positions in the whole layer."""
         return [
             replace(layer_heads, first_key=first, num_whole_keys=num_whole)
             for layer_heads, (first, num_whole) in zip(heads, self.keys, strict=True)
@@ -52,9 +52,12 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
     }
 
 
-def read_part(entry: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> ExportedShard:
+def read_part(
+    entry: dict[str, Any], num_layers: int, num_attention_layers: int, linears: dict[str, tuple[int, int]]
+) -> ExportedShard:
     """Read the entry that `describe_part` returns. Raises KeyError, TypeError or ValueError for any other content.
 
+    `num_layers`: of the whole model. `num_attention_layers`: of the part.
     `linears`: the outputs and inputs of the layers that can have adapters.
     """
     parallel_layout = ParallelLayout(*[entry["division"][name] for name in LAYOUT_FIELDS])
@@ -79,6 +82,6 @@ def read_part(entry: dict[str, Any], num_layers: int, linears: dict[str, tuple[i
     for name, ranges in outputs.items():
         if any(not 0 <= indices.start < indices.stop <= linears[name][0] for indices in ranges):
             raise ValueError(f"its part has outputs that are not in {name}")
-    if len(keys) != last - first or any(type(name) is not str for name in entry["absent"]):
+    if len(keys) != num_attention_layers or any(type(name) is not str for name in entry["absent"]):
         raise ValueError("its part lacks the keys of a layer, or the name of an absent module")
     return ExportedShard(parallel_layout, range(first, last), entry["width"], keys, outputs, [*entry["absent"]])

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_structure
 from kernels.collectives import Alone, Link
 from kernels.kv_format import PagedVectors
 from kernels.lora import AdapterTable
-from models.batch import Batch, BatchShape, KVCache
+from models.batch import Batch, BatchShape, KVCache, LayerCache, LayerState
 from models.causal_lm import CausalLM
-from models.exported.graph import ADAPTED_INPUTS, ADAPTERS, INPUTS, STREAM
+from models.exported.graph import ADAPTERS, STATES, STREAM, graph_inputs
 from models.layers.lora_target import LoRATarget
 
 TRACED = BatchShape(num_tokens=7, num_sequences=3, table_width=2, num_prompt_features=0, num_outputs=5)
@@ -30,6 +30,7 @@ All sizes are above 1 and distinct, because torch treats 0, 1 and equal sizes as
 """
 NUM_BLOCKS, BLOCK_SIZE = 6, 16
 NUM_SLOTS, RANK = 9, 11
+NUM_STATE_SLOTS = 13
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class FieldsBatch(Batch):
         # later stage uses the stream's number of rows.
         tokens, tables = fields.get(STREAM, fields["token_ids"]).shape[0], fields["block_tables"].shape
         features, outputs = fields["prompt_features"].shape[1], fields["output_rows"].shape[0]
-        adapted = tokens if ADAPTERS in fields else 0
-        shape = BatchShape(tokens, tables[0], tables[1], features, outputs, adapted)
+        adapted, states = tokens if ADAPTERS in fields else 0, tables[0] if STATES[0] in fields else 0
+        shape = BatchShape(tokens, tables[0], tables[1], features, outputs, adapted, states)
         super().__init__(fields["token_ids"], shape, only_outputs_attend)
         self._fields = fields
         vars(self).update(fields)
@@ -101,12 +102,10 @@ class Step(nn.Module):
     def forward(
         self, fields: dict[str, Tensor], stored: list[Tensor], tables: list[list[Tensor]]
     ) -> tuple[Tensor, ...]:
-        tensors = iter(stored)
         model, links = self.model, (self.model.before, self.model.after)
-        layers = [
-            (_with_tensors(keys, tensors), _with_tensors(values, tensors))
-            for keys, values in self.cache.attention_layers
-        ]
+        num_tensors = len(self.cache.tensors)
+        tensors, states = iter(stored[:num_tensors]), iter(stored[num_tensors:])
+        layers = [_with_inputs(layer, tensors, states) for layer in self.cache.layers]
         try:
             for layer, table in zip(self._adapted, tables, strict=True):
                 layer.adapters = AdapterTable(*table)
@@ -126,6 +125,15 @@ def _empty_table(layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
     return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
 
 
+def _with_inputs(
+    layer: LayerCache | LayerState, tensors: Iterator[Tensor], states: Iterator[Tensor]
+) -> LayerCache | LayerState:
+    if isinstance(layer, LayerState):
+        return LayerState(tuple(islice(states, len(layer.tensors))))
+    keys, values = layer
+    return _with_tensors(keys, tensors), _with_tensors(values, tensors)
+
+
 def _with_tensors(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
     return replace(vectors, tensors=tuple(islice(tensors, len(vectors.tensors))))
 
@@ -136,19 +144,27 @@ def trace(
 ) -> Traced:
     """Trace the model with a cache of this format, for any numbers of tokens, sequences, output rows, blocks and slots.
 
+    The inputs `stored` of the program are the keys and values of `cache`, then its recurrent states.
+
     names: the names of already named weights, by their storage; new weights are added.
     adapted: the layers whose adapters are inputs, with any numbers of slots and ranks; None: a step without adapters.
     """
-    shape = TRACED._replace(num_prompt_features=model.num_prompt_features, num_adapted=TRACED.num_tokens)
-    inputs, layers = (INPUTS, []) if adapted is None else (ADAPTED_INPUTS, adapted)
+    shape = TRACED._replace(
+        num_prompt_features=model.num_prompt_features,
+        num_adapted=TRACED.num_tokens,
+        num_states=TRACED.num_sequences,
+    )
+    inputs = graph_inputs(model.config.capabilities.is_recurrent, adapted is not None)
+    layers = [] if adapted is None else adapted
     fields = {name: torch.zeros(shape.fields[name], dtype=torch.int64) for name in inputs}
     if model.before is not None:
         fields[STREAM] = torch.zeros(shape.num_tokens, model.before.width, dtype=cache.dtype)
     stored = [part.new_zeros(NUM_BLOCKS, BLOCK_SIZE, *part.shape[2:]) for part in cache.tensors]
+    stored += [state.new_zeros(NUM_STATE_SLOTS, *state.shape[1:]) for state in cache.states]
     tables = [list(vars(_empty_table(layer, cache.dtype)).values()) for layer in layers]
     any_size: dict[str, object] = {name: {0: Dim.DYNAMIC} for name in fields}
     any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-    any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in stored]
+    any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in cache.tensors] + [{0: Dim.DYNAMIC} for _ in cache.states]
     any_table = [[dict.fromkeys(range(min(part.ndim, 2)), Dim.DYNAMIC) for part in table] for table in tables]
     arguments = fields, stored, tables
     any_shape = any_size, any_pool, any_table

@@ -48,7 +48,6 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     if source.exported is not None:
         raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
     ready = calibrated(run, source, report.NO_PROGRESS)
-    ready.source.shape.capabilities.refuse_recurrent("task=export", "run the model itself")
     settings = read_request_settings(ready.options, ready.source)
     plan = plan_model(ready.options, ready.quant, ready.source, device, packed=True)
     steps = Steps.of(plan.model)

@@ -17,7 +17,7 @@ from pipelines.loading.planning import plan_model
 from pipelines.loading.shard_plan import shard_plan
 from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.threads import ThreadRankContext, run_ranks
-from pipelines.tasks.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
+from pipelines.tasks.export_steps import BLOCK_SIZE, NUM_BLOCKS, NUM_STATE_SLOTS, Results, Steps, differing
 
 NOT_TAKEN, AS_IT_IS = "task=export does not take this model", "run it as it is"
 
@@ -59,7 +59,7 @@ def load_parts(plan: ModelPlan, tp: int, pp: int, steps: Steps) -> list[ShardExp
 def _loaded(plan: ModelPlan, steps: Steps) -> ShardExport:
     load_planned(plan)
     formats, sizes = cache_formats(plan), (NUM_BLOCKS, BLOCK_SIZE)
-    cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
+    cache = allocate_kv_cache(plan.model.layer_caches, *sizes, formats, plan.dtype, plan.device, NUM_STATE_SLOTS)
     results = steps.results(plan.model, cache)  # also fills the tables that the model computes once
     return ShardExport(plan.parallel_layout, plan.model, cache, results)
 

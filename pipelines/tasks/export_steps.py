@@ -12,11 +12,12 @@ from kernels.lora import AdapterTable
 from models.adapters import adaptable_layers
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.exported.graph import INPUTS
+from models.exported.graph import ADAPTERS
 from models.layers.lora_target import LoRATarget
 from pipelines.engine.batch import prompt_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
+NUM_STATE_SLOTS = NUM_BLOCKS
 RANKS = [(3, 0), (3, 2)]
 """Ranks of the two adapters, for alternate layers.
 
@@ -28,7 +29,7 @@ class Results(NamedTuple):
     outputs: list[Tensor]
     """Hidden states and logits of each step."""
     stored: list[Tensor]
-    """Contents of the KV cache after the steps without adapters, and after the steps with adapters."""
+    """Contents of the cache after the steps without adapters, and after the steps with adapters."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Steps:
                 )
                 for rank in ranks
             ]
-        return Steps(_batches(model.config.vocab_size, model.num_prompt_features), factors)
+        config = model.config
+        is_recurrent = config.capabilities.is_recurrent
+        return Steps(_batches(config.vocab_size, model.num_prompt_features, is_recurrent), factors)
 
     @torch.inference_mode()
     def results(self, model: CausalLM, cache: KVCache) -> Results:
@@ -62,12 +65,12 @@ class Steps:
         for are_adapted in (False, True):
             for name, layer in layers.items():
                 layer.adapters = self._table(name, layer, cache.dtype) if are_adapted else None
-            for part in cache.tensors:
+            for part in (*cache.tensors, *cache.states):
                 part.zero_()
             for batch in map(_adapted, self.batches) if are_adapted else self.batches:
                 hidden = model(batch, cache)
                 results.outputs.extend((hidden.clone(), model.logits(hidden, batch).clone()))
-            results.stored.extend(part.clone() for part in cache.tensors)
+            results.stored.extend(part.clone() for part in (*cache.tensors, *cache.states))
         return results
 
     def _table(self, name: str, layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
@@ -78,10 +81,12 @@ class Steps:
         return table
 
 
-def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
+def _batches(vocab_size: int, num_features: int = 0, is_recurrent: bool = False) -> list[Batch]:
     """Return steps of varied shapes: a ragged prefill, one token, one prompt, a prompt in two parts, several rows.
 
-    Each prompt's features are the positions of its last tokens.
+    Each prompt's features are the positions of its last tokens. With `is_recurrent`, a prompt writes its states into
+    the slot of its first block's number. A later step writes them into another slot, and includes only its first token,
+    as if the others were drafts.
     """
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(vocab_size, (64,), generator=generator).tolist()
@@ -92,7 +97,9 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
     def prompts(lengths: list[int], num_outputs: list[int], tables: list[list[int]]) -> Batch:
         starts = [0, *itertools.accumulate(lengths)]
         texts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-        return prompt_batch(texts, num_outputs, tables, features(lengths), BLOCK_SIZE)
+        batch = prompt_batch(texts, num_outputs, tables, features(lengths), BLOCK_SIZE, is_recurrent)
+        batch.state_writes.copy_(torch.tensor([table[0] for table in tables] * is_recurrent))
+        return batch
 
     def later(
         tokens: list[int], places: list[int], tables: list[list[int]], starts: list[int], outputs: list[int]
@@ -102,8 +109,21 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
         lengths = [places[end - 1] + 1 for end in starts[1:]]
         output_counts = [sum(row < end for row in outputs) for end in starts]
         before = features([places[start] for start in starts[:-1]])
+        reads = [table[0] for table in tables] * is_recurrent
         return Batch.of(
-            tokens, places, slots, tables, starts, lengths, [20] * len(tokens), before, outputs, output_counts
+            tokens,
+            places,
+            slots,
+            tables,
+            starts,
+            lengths,
+            [20] * len(tokens),
+            before,
+            outputs,
+            output_counts,
+            state_reads=reads,
+            state_writes=[NUM_STATE_SLOTS - 1 - slot for slot in reads],
+            state_ends=[start + 1 for start in starts[:-1]] * is_recurrent,
         )
 
     first = prompts([3, 1, 5], [1, 1, 3], [[0], [1], [2]])
@@ -116,7 +136,8 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
 def _adapted(batch: Batch) -> Batch:
     """Return the step with the first adapter, the second adapter and no adapter in rotation."""
     slots = [token % 3 - 1 for token in range(1, batch.shape.num_tokens + 1)]
-    return Batch.of(**{name: getattr(batch, name).tolist() for name in INPUTS}, adapter_slots=slots)
+    fields = {name: getattr(batch, name).tolist() for name in batch.shape.fields if name != ADAPTERS}
+    return Batch.of(**fields, adapter_slots=slots)
 
 
 def differing(tensors: Sequence[Tensor], other_tensors: Sequence[Tensor]) -> int | None:

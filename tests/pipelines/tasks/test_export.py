@@ -230,8 +230,8 @@ def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
 def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
     (batch, *_) = export_steps._batches(load_engine(run_config(folder), 1).executor.model.config.vocab_size)
     description = read_description(folder)
-    formats = [(keys.format, values.format) for keys, values in zip(*[iter(description.vectors({}))] * 2, strict=True)]
-    cache = allocate_kv_cache(description.heads, 8, 16, formats, description.dtype, torch.device("cpu"))
+    formats = [(keys.format, values.format) for keys, values in description.empty_cache({}).attention_layers]
+    cache = allocate_kv_cache(description.layer_caches, 8, 16, formats, description.dtype, torch.device("cpu"))
     for part in cache.tensors:
         part.zero_()
     return {name: getattr(batch, name) for name in INPUTS}, cache
@@ -250,7 +250,7 @@ def test_torch_loads_the_same_archive(export_folder: Path) -> None:
     graph = build_graph(
         read_graph(export_folder / GRAPH, description.sha256[GRAPH]),
         INPUTS,
-        description.vectors(weights),
+        description.empty_cache(weights),
         own_weights,
         GraphEmbedding(description.embedding_dim),
     )

@@ -23,7 +23,7 @@ from kernels.lora import AdapterTable
 from models.adapters import adaptable_layers
 from models.batch import Batch, KVCache
 from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, read_description
-from models.exported.graph import ADAPTED_INPUTS, INPUTS, DamagedGraphError
+from models.exported.graph import DamagedGraphError, graph_inputs
 from models.exported.model import ExportedLM, GraphEmbedding
 from models.exported.reader import build_graph, read_graph
 from pipelines.engine.kv_cache import allocate_kv_cache
@@ -233,7 +233,7 @@ def step_of(export_folder: Path) -> Step:
     model = load_engine(run_config(export_folder), 1).executor.model
     assert isinstance(model, ExportedLM)
     batch = export_steps._adapted(export_steps._batches(model.config.vocab_size)[0])
-    cache = allocate_kv_cache(model.attention_heads, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"))
+    cache = allocate_kv_cache(model.layer_caches, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"))
     for layer in adaptable_layers(model).values():
         outputs, inputs = layer.shape
         layer.adapters = AdapterTable.empty(2, 3, inputs, outputs, torch.float32, torch.device("cpu"))
@@ -248,14 +248,13 @@ def graph_of(export_folder: Path, file: str) -> dict[str, Any]:
 def compute(graph: dict[str, Any], step: Step, file: str) -> Tensor:
     """Return logits [R, V] of a graph."""
     description, layers = step.model.description, [*adaptable_layers(step.model).values()]
-    fields, names, layers = (
-        (INPUTS, description.weights, []) if file == GRAPH else (ADAPTED_INPUTS, description.adapted_weights, layers)
-    )
+    names, layers = (description.weights, []) if file == GRAPH else (description.adapted_weights, layers)
+    fields = graph_inputs(step.model.config.capabilities.is_recurrent, file == ADAPTED_GRAPH)
     weights = {name: step.weights[name] for name in names}
     for part in step.cache.tensors:
         part.zero_()
-    sides = description.vectors(step.weights)
-    built = build_graph(graph, fields, sides, weights, GraphEmbedding(description.embedding_dim), layers)
+    cache = description.empty_cache(step.weights)
+    built = build_graph(graph, fields, cache, weights, GraphEmbedding(description.embedding_dim), layers)
     return built.compute_logits(built.compute_hidden(step.batch, step.cache), step.batch)
 
 

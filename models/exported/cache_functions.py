@@ -1,0 +1,26 @@
+"""The operators of a graph that read or write the cache, and the sources of the indices that they trust."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kernels.kv_store import kv_store, rope_and_store
+from kernels.paged_attention import paged_attention
+from kernels.short_conv import short_conv
+
+CACHE_OPERATORS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (kv_store, rope_and_store, paged_attention, short_conv)
+}
+"""The operators, by the names of their nodes."""
+CACHE_INDEX_PRODUCERS = {
+    ("kv_store", "slots"): {"slots"},
+    ("rope_and_store", "slots"): {"slots"},
+    ("paged_attention", "block_tables"): {"block_tables"},
+    ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
+    ("paged_attention", "context_lengths"): {"context_lengths"},
+    ("short_conv", "states"): {"state"},
+    ("short_conv", "query_starts"): {"query_starts"},
+    ("short_conv", "reads"): {"state_reads"},
+    ("short_conv", "writes"): {"state_writes"},
+    ("short_conv", "ends"): {"state_ends"},
+}
+"""The entries of `functions.INDEX_PRODUCERS` for these operators. `state` is a recurrent state of the cache."""
