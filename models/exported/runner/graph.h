@@ -8,16 +8,19 @@
 #include "../../../kernels/kv_format.h"
 #include "json.h"
 
-// The inputs of a graph that come from a batch, in order. The cache's tensors follow, then the weights.
+// The inputs of a graph that come from a batch, in order; only recurrent models have the last three. The cache's tensors
+// follow, then the weights.
 enum Field : size_t {
-  TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES, NUM_FIELDS
+  TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES,
+  STATE_READS, STATE_WRITES, STATE_ENDS, NUM_FIELDS
 };
 
-// The keys or the values of a layer: an input of the graph.
+// The keys or the values of a layer, or a recurrent state: an input of the graph.
 struct CacheInput {
-  int64_t num_heads, channels;
   size_t number;  // index in the graph's inputs
   Type dtype;
+  bool is_state;
+  Sizes shape;  // of a token: heads and channels; of a state: with its only slot
 };
 
 class Step;
@@ -74,7 +77,7 @@ class Step {
   // value.
   const Tensor &weight(const Json &argument) const {
     const size_t number = argument.tensor();
-    require(number >= NUM_FIELDS + cache_inputs_.size() && number < num_inputs_, "a weight argument is not a weight of the exported model");
+    require(number > cache_inputs_.back().number && number < num_inputs_, "a weight argument is not a weight of the exported model");
     return tensor(argument);
   }
   // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
@@ -87,15 +90,16 @@ class Step {
   PagedVectors cache_vectors(const std::string &name) {
     const auto &list = (*this)[name + "_tensors"].list();
     require(list.size() == 1, name + " is not one tensor of the cache");
-    const auto input = std::find_if(cache_inputs_.begin(), cache_inputs_.end(), [&](const CacheInput &candidate) { return candidate.number == list[0].tensor(); });
-    require(input != cache_inputs_.end() && (*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
-                integer(name + "_channels", 0) == input->channels && type(name + "_dtype") == input->dtype,
+    const CacheInput &input = cache_input(list[0], false);
+    require((*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
+                integer(name + "_channels", 0) == input.shape[1] && type(name + "_dtype") == input.dtype,
             name + " has a format that differs from export.json");
-    const Tensor &stored = values_[input->number];
     constexpr int32_t HAS_MARGIN = true;  // allocated by `empty`
-    return {stored.data, nullptr, stored.shape[1], input->num_heads, input->channels, input->channels, 0, KVFormat::unquantised,
-            dtype_of(input->dtype), HAS_MARGIN};
+    return {values_[input.number].data, nullptr, values_[input.number].shape[1], input.shape[0], input.shape[1], input.shape[1], 0, KVFormat::unquantised,
+            dtype_of(input.dtype), HAS_MARGIN};
   }
+  // Returns a recurrent state, into which a kernel writes. Raises Refused if the argument is another value.
+  const Tensor &state(std::string_view name) { return values_[cache_input((*this)[name], true).number]; }
   void set_result(size_t output, Tensor result) {
     require(output < call.outputs.size(), "it has more results than the graph has outputs");
     values_[call.outputs[output]] = std::move(result);
@@ -105,6 +109,12 @@ class Step {
   const std::vector<CacheInput> &cache_inputs_;
   size_t num_inputs_;
   std::vector<Tensor> &values_;
+
+  const CacheInput &cache_input(const Json &argument, bool is_state) const {
+    for (const CacheInput &input : cache_inputs_)
+      if (input.number == argument.tensor() && input.is_state == is_state) return input;
+    throw Refused(is_state ? "a state is not a recurrent state of the cache" : "keys or values are not a tensor of the cache");
+  }
 };
 
 class Graph {
@@ -114,7 +124,8 @@ class Graph {
 
   // Raises Refused if the graph calls functions that are not listed.
   Graph(const Json &graph, std::vector<CacheInput> cache_inputs_, const std::vector<Tensor> &weights) : cache_inputs(std::move(cache_inputs_)) {
-    inputs.resize(NUM_FIELDS + cache_inputs.size());
+    require(!cache_inputs.empty(), "it has no cache");
+    inputs.resize(cache_inputs.back().number + 1);
     inputs.insert(inputs.end(), weights.begin(), weights.end());
     for (const Json &input : graph["inputs"].list()) new_value(input["as_tensor"]);
     require(last_.size() == inputs.size(), "the inputs of its graph do not fit export.json");

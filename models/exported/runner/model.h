@@ -16,18 +16,25 @@ class Model {
     const Json description = parse_json(map_file(folder + "/export.json"));
     const bool is_sharded = Json::find(description.object(), "tp") || Json::find(description.object(), "part");
     require(!is_sharded, "it is sharded: run it by run.py");
-    const std::string &instruction_set = description["instruction_set"].text(), &name = description["dtype"].text();
+    const std::string &instruction_set = description["instruction_set"].text();
     require(instruction_set == INSTRUCTION_SET, "it was exported for " + instruction_set + ", and this runner was built for " INSTRUCTION_SET);
-    require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype " + name + " is not supported");
-    const Type dtype = name == "float32" ? Type::float32 : name == "bfloat16" ? Type::bfloat16 : Type::float16;
+    const Type dtype = float_type(description["dtype"].text());
     vocab_size_ = count(description["vocab_size"]), context_length_ = count(description["context_length"]);
     if (const Json &threshold = description["key_border"]; !threshold.is_null()) context_length_ = std::min(context_length_, count(threshold));
     for (const int64_t token : integers(description["eos_token_ids"])) ends_.insert(token);
+    const Json *states = Json::find(description.object(), "states");
+    const size_t num_fields = states ? NUM_FIELDS : STATE_READS;
     std::vector<CacheInput> cache_inputs;
     for (const Json &entry : description["cache"].list()) {
+      if (entry.is_null()) continue;  // a layer without keys and values
       require(entry["format"].text() == "none", "the runner does not support a cache of " + entry["format"].text());
-      cache_inputs.push_back({count(entry["num_heads"]), count(entry["channels"]), NUM_FIELDS + cache_inputs.size(), dtype});
+      cache_inputs.push_back({num_fields + cache_inputs.size(), dtype, false, {count(entry["num_heads"]), count(entry["channels"])}});
     }
+    for (const Json &layer : states ? states->list() : Json::List())
+      for (const Json &state : layer.list()) {
+        cache_inputs.push_back({num_fields + cache_inputs.size(), float_type(state["dtype"].text()), true, {1}});
+        for (const int64_t size : integers(state["shape"])) cache_inputs.back().shape.push_back(size);
+      }
     const auto stored = read_weights(map_file(folder + "/weights.safetensors"));
     std::vector<Tensor> weights;
     for (const Json &weight_name : description["weights"].list()) {
@@ -47,8 +54,8 @@ class Model {
   void begin(int64_t prompt_length, int64_t num_tokens) {
     prompt_length_ = prompt_length, length_ = 0;
     num_blocks_ = divide_up(num_tokens, BLOCK_SIZE);
-    for (const CacheInput &input : graph_->cache_inputs)
-      graph_->inputs[input.number] = empty(input.dtype, {num_blocks_, BLOCK_SIZE, input.num_heads, input.channels});
+    for (const auto &[number, dtype, is_state, shape] : graph_->cache_inputs)
+      graph_->inputs[number] = empty(dtype, is_state ? shape : Sizes{num_blocks_, BLOCK_SIZE, shape[0], shape[1]});
   }
 
   // Returns the logits [1, V] after the last of these tokens, which follow the tokens of earlier steps.
@@ -69,6 +76,8 @@ class Model {
     put(OUTPUT_ROWS, {1}, {num_tokens - 1});
     put(OUTPUT_STARTS, {2}, {0, 1});
     put(BLOCK_TABLES, {1, width}, table);
+    if (graph_->cache_inputs[0].number == NUM_FIELDS)  // slot 0 of each state; -1: a new sequence has none
+      put(STATE_READS, {1}, {length_ > num_tokens ? 0 : -1}), put(STATE_WRITES, {1}, {0}), put(STATE_ENDS, {1}, {num_tokens});
     const Tensor logits = graph_->run();
     require(logits.data && logits.shape == Sizes{1, vocab_size_}, "its graph does not return logits");
     return logits;
@@ -79,6 +88,11 @@ class Model {
   int64_t vocab_size_, context_length_, prompt_length_ = 0, length_ = 0, num_blocks_ = 0;
   std::set<int64_t> ends_;
   std::optional<Graph> graph_;
+
+  static Type float_type(const std::string &name) {
+    require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype " + name + " is not supported");
+    return name == "float32" ? Type::float32 : name == "bfloat16" ? Type::bfloat16 : Type::float16;
+  }
 
   static int64_t count(const Json &json) {
     const int64_t number = json.integer();

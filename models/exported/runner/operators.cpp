@@ -265,6 +265,20 @@ void paged_attention(Step &step) {
   step.set_result(0, out);
 }
 
+// The slots that it reads and writes are -1 or 0, and a state has slot 0.
+void short_conv(Step &step) {
+  const Tensor &starts = step.field("query_starts", QUERY_STARTS), &reads = step.field("reads", STATE_READS);
+  const Tensor &writes = step.field("writes", STATE_WRITES), &ends = step.field("ends", STATE_ENDS), &states = step.state("states");
+  const Tensor projected = step.tensor("projected"), weight = step.tensor("weight");
+  require_fit(weight.rank() == 2 && weight.shape[0] > 1 && weight.shape[1] > 0 && weight.type == states.type);
+  const int64_t num_taps = weight.shape[0], channels = weight.shape[1], num_tokens = starts.as<int64_t>()[reads.shape[0]];
+  require_fit(is_of(projected, weight.type, {num_tokens, 3 * channels}) && states.shape == Sizes{1, num_taps - 1, channels});
+  const Tensor bias = checked_tensor(step.optional("bias"), weight.type, {channels}), out = empty(weight.type, {num_tokens, channels});
+  call_kernel("short_conv", projected.data, weight.data, bias.data, states.data, starts.data, reads.data, writes.data, ends.data, out.data,
+              dtype_of(weight.type), reads.shape[0], num_taps, channels);
+  step.set_result(0, out);
+}
+
 // ---- products
 
 struct Packed {
@@ -402,7 +416,7 @@ Operator find_operator(const std::string &target) {
       {"aten.narrow.default", narrow_part}, {"aten.add.Tensor", add}, {"aten.relu.default", relu}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
       {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
-      {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention},
+      {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear},
       {"quintet.take_rows.default", take_rows}};
   constexpr std::string_view LIBRARIES = "torch.ops.";
