@@ -22,6 +22,7 @@ from pipelines.tasks.export import run_export
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.catalog import FAMILIES as WITHOUT_MARKS
 from tests.helpers.catalog import MARKS, link
+from tests.helpers.hybrid_families import HYBRID
 
 PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
 DECODE = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
@@ -32,6 +33,7 @@ INT8 = QuantConfig(QuantScheme.int8)
 INT8_INT4_CACHE = QuantConfig(QuantScheme.int8, kv_cache=KVCacheFormat.int4)
 INT4 = QuantConfig(QuantScheme.int4, group_size=32)
 FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
+FAMILIES |= {name: partial(family.write, **family.variants[0]) for name, family in HYBRID.items()}
 """By name: a function that writes a model and returns its run. Every architecture is among them (test_kv_families)."""
 OF_RUNNER = [
     "baichuan-13b",
@@ -40,6 +42,7 @@ OF_RUNNER = [
     "bloom",
     "chatglm3",
     "gpt2",
+    "lfm2",
     "llama3",
     "llama_tied_bias",
     "mistral",

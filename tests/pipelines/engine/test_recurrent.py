@@ -25,12 +25,12 @@ from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
-from pipelines.tasks.export import export_model
 from tests.helpers import divided_engines, kept_prefixes
 from tests.helpers.builders import all_logits, complete, run_config
 from tests.helpers.calibrated_ranks import quantized_by
 from tests.helpers.divided import plan_of, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
+from tests.helpers.exports import Exports
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.kept_prefixes import BEGINNING, keep
@@ -65,6 +65,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(folder: Path, exports: Exports) -> Path:
+    """Return the export of the checkpoint in float32."""
+    return exports.of(run_config(folder))
+
+
 def engine_of(folder: Path, dtype: str = "float32", batch_size: int = 7, **device: Any) -> Engine:
     run = run_config(folder)
     run = replace(run, model=replace(run.model, dtype=DType[dtype]), quant=MORE_QUANT.get(dtype, QuantConfig()))
@@ -72,24 +78,28 @@ def engine_of(folder: Path, dtype: str = "float32", batch_size: int = 7, **devic
 
 
 @pytest.mark.skipif(build.library() is None, reason="torch's sums may run in an order of their own")
-def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, preempted: list[Any]) -> None:
-    """Searches fork and drop sequences whose states share a slot. Slots begin with NaN, and are reused at once."""
+def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, made: Path, preempted: list[Any]) -> None:
+    """Searches fork and drop sequences whose states share a slot. Slots begin with NaN, and are reused at once.
+
+    The exported model runs in small steps, and with preemption.
+    """
     for dtype in ("float32", "bfloat16"):
         engine = engine_of(folder, dtype)
         alone = [complete(engine, [prompt], ROWS)[0] for prompt in PROMPTS]
         searched = [[complete(engine, [prompt], decode)[0] for prompt in SHORT] for decode in SEARCHES]
         # half of it is 10 slots; the other half has blocks for one row at least, and not for all
         memory = 2 * max(10 * slot_bytes(engine), 14 * 4 * engine.executor.kv_bytes_per_token)
-        for schedule in (None, {}, *SCHEDULES):
+        runs = [(folder, schedule) for schedule in (None, {}, *SCHEDULES)]
+        for model, schedule in runs + [(made, schedule) for schedule in SCHEDULES[1::2]] * (dtype == "float32"):
             device = schedule or {}
             if "kv_cache_memory" in device:
                 device = device | {"kv_cache_memory": str(memory)}
-            other = engine_of(folder, dtype, **device)
+            other = engine_of(model, dtype, **device)
             for state in other.executor.cache.states:
                 state.fill_(torch.nan)
             if schedule is None:
                 pad(other, 3)  # decode steps as in a CUDA graph
-            with noted((dtype, schedule)):
+            with noted((model, dtype, schedule)):
                 assert complete(other, PROMPTS, ROWS) == alone
                 for decode, expected in zip(SEARCHES, searched, strict=True):
                     assert complete(other, SHORT, decode) == expected
@@ -142,15 +152,16 @@ def answers(engine: Engine, fresh: Engine, *prompts: list[int]) -> tuple[list[in
 
 
 def test_prefixes_end_at_snapshots_and_have_the_bits_of_a_whole_prompt(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that begin with a first turn, with a whole conversation, with its prompt alone, and with blocks of a text
     without turns; two of them in one step."""
     monkeypatch.setattr(snapshots, "MIN_TOKENS", 8)
-    folder = copytree(folder, tmp_path / "with eos")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    for dtype in ("float32", "bfloat16"):
-        engine, fresh = (engine_of(folder, dtype, block_size=4) for _ in range(2))
+    folder, made = copytree(folder, tmp_path / "with eos"), copytree(made, tmp_path / "export with eos")
+    for copy in (folder, made):
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    for dtype, model in (("float32", folder), ("bfloat16", folder), ("float32", made)):
+        engine, fresh = (engine_of(copy, dtype, block_size=4) for copy in (model, folder))
         for state in engine.executor.cache.states:
             state.fill_(torch.nan)
         first = SYSTEM + QUESTIONS[0]
@@ -201,15 +212,16 @@ def test_kept_prefixes_have_the_states_after_them(folder: Path, tmp_path: Path) 
         place_kept(full, open_kept([str(tmp_path / "other")], plan_of(run)))
 
 
-def test_drafts_change_nothing(folder: Path) -> None:
+def test_drafts_change_nothing(folder: Path, made: Path) -> None:
     """The state includes accepted drafts alone, wherever a draft is wrong."""
     decode = DecodeConfig(max_new_tokens=19, ignore_eos=True, logprobs=3)
     drafts = replace(decode, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False, num_tokens=6))
-    for dtype, device in (("float32", {}), ("bfloat16", {"block_size": 4, "max_batched_tokens": 9})):
+    small_steps = {"block_size": 4, "max_batched_tokens": 9}
+    for model, dtype, device in ((folder, "float32", {}), (folder, "bfloat16", small_steps), (made, "float32", {})):
         expected = complete(engine_of(folder, dtype, **device), SHORT, decode)
         known = {(i, 0): completion.token_ids for i, completion in enumerate(expected)}
         for right in (lambda _: True, lambda _: False, *(lambda at, wrong=n: at != wrong for n in range(6))):
-            engine = engine_of(folder, dtype, **device)
+            engine = engine_of(model, dtype, **device)
             engine.speculator.proposers[Speculate.ngram] = Hostile(known, right)
             assert complete(engine, SHORT, drafts) == expected
             assert engine.speculator.counts.num_drafted_tokens
@@ -273,14 +285,12 @@ def layer_types(folder: Path) -> list[str]:
     return types
 
 
-def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_features_without_states_are_refused_by_name(folder: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
     refused = "is not supported for a model with recurrent layers"
     with pytest.raises(UserError, match="the request has 21 sequences, which need 42 slots .*, but there are 40"):
         engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
-    with pytest.raises(UserError, match=f"task=export {refused}"):
-        export_model(run, tmp_path / "out", overwrite=False)
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
     with pytest.raises(UserError, match=f"device.kept_prefixes with ranks {refused}: give parallel=single"):
         load_engine(divided_engines.parallel(kept, 2), 1)
@@ -290,4 +300,3 @@ def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Pat
         match=r"=1000 does not fit: give from \d+ \(one block and 4 recurrent states of 1,536 bytes\)",
     ):
         load_engine(small, 1)
-    assert not (tmp_path / "out").exists()

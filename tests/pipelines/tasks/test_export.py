@@ -81,6 +81,8 @@ CHOSEN = [
     "glm4_moe",
     "gpt2",
     "gpt_neox",
+    "lfm2",
+    "lfm2_moe",
     "llama3",
     "llama_tied_bias",
     "ministral3",

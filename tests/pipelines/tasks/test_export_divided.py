@@ -55,8 +55,9 @@ from tests.helpers.soft_prefixes import write_paddle, write_peft
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
 # Layers with their own way of sharding, besides the checkpoint's, and positions given by marks in the prompt; with the
-# number of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions.
-CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2}
+# number of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions. The second
+# stage of lfm2 has no attention layer.
+CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2, "lfm2": 2}
 INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
 SCHEMES = [
     (A8W8, 2),
