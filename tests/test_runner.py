@@ -59,6 +59,11 @@ def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
     return exports.of(family_model("llama3", tmp_path_factory.mktemp("llama") / "model", INT8))
 
 
+@pytest.fixture(scope="module")
+def recurrent_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exports.of(family_model("lfm2", tmp_path_factory.mktemp("lfm2") / "model"))
+
+
 def call(program: Path, folder: Path, *words: str, input_text: str = "") -> "subprocess.CompletedProcess[str]":
     return subprocess.run([program, folder, *words], input=input_text, capture_output=True, text=True, timeout=60)
 
@@ -474,9 +479,35 @@ def computed_weight(document: dict[str, Any]) -> None:
     node_of(document, "matmul_together")["weights_memory"]["arg"]["as_tensors"] = [{"name": "embedding"}]
 
 
+def other_reads(document: dict[str, Any]) -> None:
+    node_of(document, "short_conv")["reads"]["arg"] = {"as_tensor": {"name": "fields_positions"}}
+
+
+def weight_for_a_state(document: dict[str, Any]) -> None:
+    arguments = node_of(document, "short_conv")
+    arguments["states"]["arg"] = arguments["weight"]["arg"]
+
+
+def keys_for_a_state(document: dict[str, Any]) -> None:
+    (keys, *_) = node_of(document, "rope_and_store")["key_cache_tensors"]["arg"]["as_tensors"]
+    node_of(document, "short_conv")["states"]["arg"] = {"as_tensor": keys}
+
+
+def state_for_keys(document: dict[str, Any]) -> None:
+    state = node_of(document, "short_conv")["states"]["arg"]["as_tensor"]
+    node_of(document, "rope_and_store")["key_cache_tensors"]["arg"] = {"as_tensors": [state]}
+
+
+RECURRENT_HARMS = (other_reads, weight_for_a_state, keys_for_a_state, state_for_keys)
+
+
 @each(
     "harm, line",
     [
+        (other_reads, "short_conv.default cannot be computed: reads is not the batch's field of this name"),
+        (weight_for_a_state, "short_conv.default cannot be computed: a state is not a recurrent state of the cache"),
+        (keys_for_a_state, "short_conv.default cannot be computed: a state is not a recurrent state of the cache"),
+        (state_for_keys, "rope_and_store.default cannot be computed: keys or values are not a tensor of the cache"),
         (other_slots, "rope_and_store.default cannot be computed: slots is not the batch's field of this name"),
         (
             all_starts,
@@ -504,8 +535,14 @@ def computed_weight(document: dict[str, Any]) -> None:
     ],
 )
 def test_hostile_graphs(
-    harm: Callable[[dict[str, Any]], None], line: str, export_folder: Path, program: Path, tmp_path: Path
+    harm: Callable[[dict[str, Any]], None],
+    line: str,
+    export_folder: Path,
+    recurrent_folder: Path,
+    program: Path,
+    tmp_path: Path,
 ) -> None:
+    export_folder = recurrent_folder if harm in RECURRENT_HARMS else export_folder
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
     document = read_document(export_folder)
     harm(document)
@@ -545,11 +582,14 @@ def damage(folder: Path, chooser: random.Random) -> None:
         file.write_bytes(content if kind == "byte" else content[:place])
 
 
-def test_two_hundred_damaged_archives(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_two_hundred_damaged_archives(
+    export_folder: Path, recurrent_folder: Path, program: Path, tmp_path: Path
+) -> None:
     """A damaged archive gives tokens or a line, and never a crash."""
     num_refused = 0
     for seed in range(200):
-        folder = Path(shutil.copytree(export_folder, tmp_path / str(seed)))
+        made = recurrent_folder if seed % 3 == 0 else export_folder
+        folder = Path(shutil.copytree(made, tmp_path / str(seed)))
         damage(folder, random.Random(seed))
         ran = call(program, folder, "device.threads=1", "decode.max_new_tokens=2", "3", "4", "5")
         assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"

@@ -305,7 +305,7 @@ class _Builder:
             components = [
                 values[name] if name in values else schema.signature.parameters[name].default for name in names
             ]
-            if parts is None and isinstance(components[0], StateTensor):
+            if names[0] == "states" and isinstance(components[0], StateTensor):
                 arguments.append(_state_argument(*components[0]))
             elif parts is None:
                 arguments.append(_resolved(components[0]))

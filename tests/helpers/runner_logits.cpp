@@ -1,5 +1,5 @@
-// Prints the logits of the C++ runner: for each token id of standard input, a line with the bits of the logits after it.
-// The first line of the input is the prompt of the first step.
+// Prints the logits of an export as the C++ runner computes them: runner_logits FOLDER PROMPT_LENGTH NUM_TOKENS.
+// A line of the input is the token ids of a step. A line of the output is the bits of the step's logits as float32.
 #include <iostream>
 #include <sstream>
 
@@ -16,7 +16,7 @@ int main(int, char **words) {
     const Tensor logits = model.step(tokens);
     std::vector<float> floats(logits.last());
     read_floats(logits.data, dtype_of(logits.type), 0, logits.last(), floats.data());
-    for (const float number : floats) std::cout << std::bit_cast<uint32_t>(number) << ' ';
+    for (const float number : floats) std::cout << std::bit_cast<int32_t>(number) << ' ';
     std::cout << std::endl;
   }
 }

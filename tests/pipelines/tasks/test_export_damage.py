@@ -32,11 +32,20 @@ from pipelines.tasks import export_steps
 from tests.helpers.builders import generate, run_config
 from tests.helpers.cases import each
 from tests.helpers.exports import A8W8, INT4, INT8_INT4_CACHE, Exports, llama
+from tests.helpers.hybrid_families import HYBRID
 
 
 @pytest.fixture(scope="module")
 def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.of(llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def recurrent_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an export whose layers are recurrent, attention, recurrent, recurrent."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    HYBRID["lfm2"].write(folder, **HYBRID["lfm2"].variants[0])
+    return exports.of(run_config(folder))
 
 
 @pytest.fixture
@@ -232,8 +241,9 @@ def step(export_folder: Path) -> Step:
 def step_of(export_folder: Path) -> Step:
     model = load_engine(run_config(export_folder), 1).executor.model
     assert isinstance(model, ExportedLM)
-    batch = export_steps._adapted(export_steps._batches(model.config.vocab_size)[0])
-    cache = allocate_kv_cache(model.layer_caches, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"))
+    is_recurrent = model.config.capabilities.is_recurrent
+    batch = export_steps._adapted(export_steps._batches(model.config.vocab_size, is_recurrent=is_recurrent)[0])
+    cache = allocate_kv_cache(model.layer_caches, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"), 8)
     for layer in adaptable_layers(model).values():
         outputs, inputs = layer.shape
         layer.adapters = AdapterTable.empty(2, 3, inputs, outputs, torch.float32, torch.device("cpu"))
@@ -251,7 +261,7 @@ def compute(graph: dict[str, Any], step: Step, file: str) -> Tensor:
     names, layers = (description.weights, []) if file == GRAPH else (description.adapted_weights, layers)
     fields = graph_inputs(step.model.config.capabilities.is_recurrent, file == ADAPTED_GRAPH)
     weights = {name: step.weights[name] for name in names}
-    for part in step.cache.tensors:
+    for part in (*step.cache.tensors, *step.cache.states):
         part.zero_()
     cache = description.empty_cache(step.weights)
     built = build_graph(graph, fields, cache, weights, GraphEmbedding(description.embedding_dim), layers)
@@ -339,6 +349,56 @@ def test_hostile_graphs(
     harm(graph)
     with pytest.raises(DamagedGraphError, match=line):
         compute(graph, step, file)
+
+
+def weight_for_a_state(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "short_conv"), "states", argument_of(node_of(graph, "rms_norm"), "weight"))
+
+
+def reads_of_positions(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "short_conv"), "reads", graph["inputs"][1])
+
+
+def projected_weight(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "short_conv"), "projected", argument_of(node_of(graph, "short_conv"), "weight"))
+
+
+def state_to_another(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "rms_norm"), "x", argument_of(node_of(graph, "short_conv"), "states"))
+
+
+def test_damaged_states(recurrent_folder: Path, tmp_path: Path) -> None:
+    """In export.json, and as arguments of the operator that writes into them."""
+    copy = Path(shutil.copytree(recurrent_folder, tmp_path / "copy"))
+    content = json.loads((copy / EXPORT).read_text())
+    state, (first, *others) = {"shape": [2, 64], "dtype": "float32"}, content["states"]
+    assert first == [state]
+    for settings, line in (
+        ({"states": None}, "export.json is damaged .a layer needs either keys and values, or states"),
+        ({"states": [[], *others]}, "export.json is damaged .a layer needs either keys and values, or states"),
+        ({"states": [first] * 4}, "export.json is damaged .a layer needs either keys and values, or states"),
+        ({"states": 3}, "export.json is damaged .'int' object is not iterable"),
+        ({"states": [[state | {"shape": [2, 0]}], *others]}, "a recurrent state has not from 1 to 2..31 - 1 numbers"),
+        ({"states": [[state | {"shape": [2**16, 2**16]}], *others]}, "a recurrent state has not from 1 to"),
+        ({"states": [[state | {"dtype": "int64"}], *others]}, "a recurrent state is not of dtype float32"),
+        ({"states": [[{"shape": [2, 64]}], *others]}, "export.json is damaged .'dtype'"),
+        ({"states": [first * 2, *others]}, "graph.pt2 is damaged"),
+    ):
+        (copy / EXPORT).write_text(json.dumps(content | settings))
+        check_one_line(copy, line)
+    (copy / EXPORT).write_text(json.dumps(content | {"states": [[state | {"shape": [3, 64]}], *others]}))
+    assert f"{copy} is damaged (short_conv cannot be computed: " in line_of(copy)
+    step = step_of(recurrent_folder)
+    for harm, line in (
+        (weight_for_a_state, "states of short_conv are not computed by state"),
+        (reads_of_positions, "reads of short_conv are not computed by state_reads"),
+        (projected_weight, "rows or choices, expected"),
+        (state_to_another, "the cache or adapters are arguments of a function that does not take them"),
+    ):
+        graph = graph_of(recurrent_folder, GRAPH)
+        harm(graph)
+        with pytest.raises(DamagedGraphError, match=line):
+            compute(graph, step, GRAPH)
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
@@ -430,6 +490,11 @@ def test_damaged_graphs(file: str, export_folder: Path, step: Step) -> None:
 def test_damaged_graphs_of_codes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
     export_folder = exports.of(llama(tmp_path, quant))
     check_places(GRAPH, export_folder, step_of(export_folder), 0.25)
+
+
+@pytest.mark.long
+def test_damaged_graphs_of_recurrent_layers(recurrent_folder: Path) -> None:
+    check_places(GRAPH, recurrent_folder, step_of(recurrent_folder), 0.5)
 
 
 def check_places(file: str, export_folder: Path, step: Step, share: float) -> None:

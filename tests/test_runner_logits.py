@@ -1,0 +1,59 @@
+"""The logits of the C++ runner, which it does not print: a small program prints them, and they have the model's bits."""
+
+import shutil
+import subprocess
+from dataclasses import replace
+from itertools import accumulate, chain, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.quantization import QuantConfig
+from conf.schema import DType
+from kernels import build
+from models.exported.runner.build import LIBRARY
+from pipelines.loading.load_engine import load_engine
+from tests.helpers.builders import REPOSITORY, all_logits
+from tests.helpers.cases import each
+from tests.helpers.exports import FLOATS, INT8, Exports, family_model
+
+pytestmark = [
+    pytest.mark.skipif(build.library() is None, reason="the kernels are not built here"),
+    pytest.mark.long,  # compiling the program takes 14 s
+]
+STEPS = [[[*range(3, 43)], [9], [9], [10]], [[8], [9, 10, 11], [*range(20, 50)]]]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, name = tmp_path_factory.mktemp("built"), build.instruction_set()
+    shutil.copyfile(build.compiled(name), folder / LIBRARY)
+    flags = [*build.FLAGS, *build.INSTRUCTION_SETS[name][1], f'-DINSTRUCTION_SET="{name}"']
+    sources = "models/exported/runner/operators.cpp", "tests/helpers/runner_logits.cpp"
+    linked = ["-L", str(folder), f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
+    made = folder / "runner_logits"
+    build.run([build.compiler(), *flags, *(str(REPOSITORY / source) for source in sources), "-o", str(made), *linked])
+    return made
+
+
+@each(
+    "family, dtype, quant",
+    [("llama3", DType.bfloat16, FLOATS), *product(["lfm2"], [DType.float32, DType.bfloat16], [FLOATS, INT8])],
+)
+def test_logits_have_the_bits_of_the_model(
+    family: str, dtype: DType, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path
+) -> None:
+    """Of a prompt and new tokens, and of a prompt in parts."""
+    run = family_model(family, tmp_path / family, quant)
+    run = replace(run, model=replace(run.model, dtype=dtype))
+    made, engine = exports.of(run), load_engine(run, 1)
+    for steps in STEPS:
+        tokens, ends = [*chain(*steps)], [*accumulate(map(len, steps))]
+        expected = all_logits(engine, tokens)[[end - 1 for end in ends]].float().contiguous()
+        lines = "".join(f"{' '.join(map(str, step))}\n" for step in steps)
+        command = [program, made, str(ends[0]), str(len(tokens))]
+        ran = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        bits = torch.tensor([[*map(int, line.split())] for line in ran.stdout.splitlines()], dtype=torch.int32)
+        assert bits.equal(expected.view(torch.int32))
