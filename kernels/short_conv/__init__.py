@@ -37,6 +37,7 @@ def short_conv(
     num_taps, channels = weight.shape
     fit = projected.dtype in DTYPES and all(part.is_cpu and part.dtype == projected.dtype for part in floats)
     fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers) and states.is_contiguous()
+    fit = fit and (bias is None or bias.shape == (channels,))
     if not fit or (projected.shape[1], states.shape[1:]) != (3 * channels, (num_taps - 1, channels)):
         raise UnsupportedArguments
     projected, weight, bias = projected.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()

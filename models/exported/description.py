@@ -78,7 +78,7 @@ class Description:
     cache_formats: list[CacheFormat]
     """Keys and values of each attention layer, alternating."""
     states: list[StateShapes]
-    """The recurrent states of each layer; empty for an attention layer."""
+    """The states of each layer; empty for an attention layer."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
@@ -254,17 +254,20 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
     states: list[StateShapes] = [()] * (len(entries) // 2)
     if (by_layer := reader.raw("states")) is not None:
         states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
-    if [entry is None for entry in entries] != [bool(shapes) for shapes in states for _ in ("keys", "values")]:
-        raise ValueError("a layer needs either keys and values, or states")
+    if len(entries) != 2 * len(states):
+        raise ValueError(f"cache has {len(entries)} entries, expected two for each of {len(states)} layers")
+    for number, shapes in enumerate(states):
+        if any((entry is None) != bool(shapes) for entry in entries[2 * number : 2 * number + 2]):
+            raise ValueError(f"layer {number} needs either keys and values, or states")
     return [entry for entry in entries if entry is not None], states
 
 
 def _read_state(entry: dict[str, Any], dtype: str) -> tuple[int, ...]:
     shape = tuple(entry["shape"])
     if any(type(size) is not int or size < 1 for size in shape) or math.prod(shape) >= 2**31:
-        raise ValueError("a recurrent state has not from 1 to 2**31 - 1 numbers")
+        raise ValueError(f"a state has the shape {str(shape)[:40]}, expected 1 to 2**31 - 1 numbers")
     if entry["dtype"] != dtype:
-        raise ValueError(f"a recurrent state is not of dtype {dtype}")
+        raise ValueError(f"a state has the dtype {str(entry['dtype'])[:40]}, expected {dtype}")
     return shape
 
 

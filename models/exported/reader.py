@@ -98,6 +98,7 @@ class StateTensor(NamedTuple):
 
     @property
     def producer(self) -> str:
+        """The name in `INDEX_PRODUCERS`."""
         return "state"
 
 
@@ -159,9 +160,9 @@ def build_graph(
 
     The graph's inputs are, in this order, the `fields` of a batch, the keys and values and then the recurrent states of
     `cache`, whose numbers of blocks and slots do not matter, `weights`, and the adapter tables of the layers `adapted`.
-    `embed(function, *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
-    `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
-    floats.
+    `embed(function, *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is
+    not sharded. `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the
+    product takes floats.
 
     Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
     out of bounds.

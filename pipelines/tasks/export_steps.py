@@ -86,7 +86,7 @@ def _batches(vocab_size: int, num_features: int = 0, is_recurrent: bool = False)
 
     Each prompt's features are the positions of its last tokens. With `is_recurrent`, a prompt writes its states into
     the slot of its first block's number. A later step writes them into another slot, and includes only its first token,
-    as if the others were drafts.
+    as if later tokens were drafts.
     """
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(vocab_size, (64,), generator=generator).tolist()

@@ -363,6 +363,10 @@ def projected_weight(graph: dict[str, Any]) -> None:
     give(node_of(graph, "short_conv"), "projected", argument_of(node_of(graph, "short_conv"), "weight"))
 
 
+def short_bias(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "short_conv"), "bias", argument_of(node_of(graph, "rope_and_store"), "query_norm"))
+
+
 def state_to_another(graph: dict[str, Any]) -> None:
     give(node_of(graph, "rms_norm"), "x", argument_of(node_of(graph, "short_conv"), "states"))
 
@@ -374,13 +378,14 @@ def test_damaged_states(recurrent_folder: Path, tmp_path: Path) -> None:
     state, (first, *others) = {"shape": [2, 64], "dtype": "float32"}, content["states"]
     assert first == [state]
     for settings, line in (
-        ({"states": None}, "export.json is damaged .a layer needs either keys and values, or states"),
-        ({"states": [[], *others]}, "export.json is damaged .a layer needs either keys and values, or states"),
-        ({"states": [first] * 4}, "export.json is damaged .a layer needs either keys and values, or states"),
+        ({"states": None}, "export.json is damaged .layer 0 needs either keys and values, or states"),
+        ({"states": [[], *others]}, "export.json is damaged .layer 0 needs either keys and values, or states"),
+        ({"states": [first] * 4}, "export.json is damaged .layer 1 needs either keys and values, or states"),
+        ({"states": others}, "export.json is damaged .cache has 8 entries, expected two for each of 3 layers"),
         ({"states": 3}, "export.json is damaged .'int' object is not iterable"),
-        ({"states": [[state | {"shape": [2, 0]}], *others]}, "a recurrent state has not from 1 to 2..31 - 1 numbers"),
-        ({"states": [[state | {"shape": [2**16, 2**16]}], *others]}, "a recurrent state has not from 1 to"),
-        ({"states": [[state | {"dtype": "int64"}], *others]}, "a recurrent state is not of dtype float32"),
+        ({"states": [[state | {"shape": [2, 0]}], *others]}, r"the shape \(2, 0\), expected 1 to 2\*\*31 - 1 numbers"),
+        ({"states": [[state | {"shape": [2**16, 2**16]}], *others]}, "expected 1 to 2..31 - 1 numbers"),
+        ({"states": [[state | {"dtype": "int64"}], *others]}, "a state has the dtype int64, expected float32"),
         ({"states": [[{"shape": [2, 64]}], *others]}, "export.json is damaged .'dtype'"),
         ({"states": [first * 2, *others]}, "graph.pt2 is damaged"),
     ):
@@ -393,6 +398,7 @@ def test_damaged_states(recurrent_folder: Path, tmp_path: Path) -> None:
         (weight_for_a_state, "states of short_conv are not computed by state"),
         (reads_of_positions, "reads of short_conv are not computed by state_reads"),
         (projected_weight, "rows or choices, expected"),
+        (short_bias, "short_conv cannot be computed: RuntimeError"),
         (state_to_another, "the cache or adapters are arguments of a function that does not take them"),
     ):
         graph = graph_of(recurrent_folder, GRAPH)
