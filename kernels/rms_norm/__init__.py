@@ -26,13 +26,15 @@ def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset:
 
 
 @operator(reference.add_rms_norm, has_triton=True)
-def add_rms_norm(cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and the sum; bit-identical to `rms_norm` of torch's sum. The bits of a row
     depend only on that row of x and residual."""
     if not _fit(x, weight, residual):
         raise UnsupportedArguments
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-    _normalise(cpp, x, residual, weight, eps, out=out, total=total)
+    _normalise(cpp, x, residual, weight, eps, weight_offset, out=out, total=total)
     return out, total
 
 
@@ -65,6 +67,7 @@ def add_rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of x + residual as codes and scales, and the sum. On a CPU it is bit-identical to `quantize_rows`
     of `add_rms_norm`."""
@@ -72,7 +75,7 @@ def add_rms_norm_quantize(
         raise UnsupportedArguments
     total = torch.empty(x.shape, dtype=x.dtype)
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
-    _normalise(cpp, x, residual, weight, eps, total=total, codes=arguments)
+    _normalise(cpp, x, residual, weight, eps, weight_offset, total=total, codes=arguments)
     return codes, scales, total
 
 

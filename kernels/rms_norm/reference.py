@@ -20,10 +20,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None 
     return weight * normalised.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and x + residual, both [T, D] in x's dtype."""
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, weight_offset), total
 
 
 def rms_norm_quantize(
@@ -48,7 +50,8 @@ def add_rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of x + residual as codes and scales, and x + residual [T, D]."""
-    normed, total = add_rms_norm(x, residual, weight, eps)
+    normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
     return *quantize_rows(normed, dtype, group_size, static_scales), total

@@ -17,10 +17,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None 
     return output
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
-    output, total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)), torch.empty_like(x)
-    _launch(x, residual, weight, output, None, total, eps, None)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if weight_offset is None else x.dtype
+    output, total = torch.empty_like(x, dtype=dtype), torch.empty_like(x)
+    _launch(x, residual, weight, output, None, total, eps, weight_offset)
     return output, total
 
 
@@ -54,16 +57,17 @@ def add_rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same as kernels/rms_norm/reference.py, with the sum of squares of `rms_norm_quantize`."""
     size = _group_of_registers(x, weight, group_size)
     if size is None or static_scales is not None:
-        normed, total = add_rms_norm(x, residual, weight, eps)
+        normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
         return *quantize_rows(normed, dtype, group_size, static_scales), total
     x, residual = x.contiguous(), residual.contiguous()
     codes, scales = empty_codes(x, dtype, size)
     total = torch.empty_like(x)
-    _launch(x, residual, weight, codes, scales, total, eps, None, size)
+    _launch(x, residual, weight, codes, scales, total, eps, weight_offset, size)
     return codes, scales, total
 
 

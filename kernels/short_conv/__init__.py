@@ -1,4 +1,4 @@
-"""The gated causal convolution of recurrent layers over the last few tokens of each sequence.
+"""The causal convolution of recurrent layers over the last few tokens of each sequence.
 
 T tokens of S sequences, C channels, K taps, P slots.
 """
@@ -37,8 +37,10 @@ def short_conv(
     num_taps, channels = weight.shape
     fit = projected.dtype in DTYPES and all(part.is_cpu and part.dtype == projected.dtype for part in floats)
     fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers) and states.is_contiguous()
+    is_gated = projected.shape[1] == 3 * channels
+    fit = fit and (is_gated or projected.shape[1] == channels)
     fit = fit and (bias is None or bias.shape == (channels,))
-    if not fit or (projected.shape[1], states.shape[1:]) != (3 * channels, (num_taps - 1, channels)):
+    if not fit or states.shape[1:] != (num_taps - 1, channels):
         raise UnsupportedArguments
     projected, weight, bias = projected.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     query_starts, reads, writes, ends = (part.contiguous() for part in integers)
@@ -54,6 +56,7 @@ def short_conv(
         ends.data_ptr(),
         out.data_ptr(),
         DTYPES[projected.dtype],
+        is_gated,
         reads.shape[0],
         num_taps,
         channels,

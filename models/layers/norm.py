@@ -70,18 +70,19 @@ class ResidualStream(NamedTuple):
 class AddRMSNorm(Module):
     """Returns the norm of a residual stream, and the summed stream: both [T, E]. `readers`: as for `Norm`."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, weight_offset: float | None = None) -> None:
+        """`weight_offset`: as of `RMSNorm`."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.weight_offset = eps, weight_offset
 
     def forward(self, x: Tensor, update: Tensor | None, readers: Sequence[Linear] = ()) -> tuple[Activations, Tensor]:
         if update is None:
-            return _norm(x, self.weight, self.eps, readers), x
+            return _norm(x, self.weight, self.eps, readers, self.weight_offset), x
         format = shared_activations(x.shape[0], readers)
         if format is None:
-            return add_rms_norm(update, x, self.weight, self.eps)
-        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *format)
+            return add_rms_norm(update, x, self.weight, self.eps, self.weight_offset)
+        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *format, self.weight_offset)
         return QuantizedActivations(codes, scales, x.dtype, format.group_size), total
 
 

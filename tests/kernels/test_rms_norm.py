@@ -3,7 +3,7 @@
 import torch
 
 from kernels.quantize_rows import quantize_rows
-from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
@@ -66,10 +66,14 @@ def test_a_sum_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: tor
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(2, *shape, generator=generator) * 3).to(dtype)
     weight = torch.randn(shape[1], generator=generator).to(dtype)
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert total.dtype == normed.dtype == dtype
-    assert torch.equal(total, residual + x)
-    assert torch.equal(normed, rms_norm(residual + x, weight, 1e-5))
+    for offset in (None, 1.0):
+        normed, total = add_rms_norm(x, residual, weight, 1e-5, offset)
+        assert total.dtype == normed.dtype == dtype
+        assert torch.equal(total, residual + x)
+        assert torch.equal(normed, rms_norm(residual + x, weight, 1e-5, offset))
+        parts = add_rms_norm_quantize(x, residual, weight, 1e-5, torch.int8, None, None, offset)
+        for part, wanted in zip(parts, (*quantize_rows(normed), total), strict=True):
+            assert torch.equal(part, wanted)
 
 
 @any_way

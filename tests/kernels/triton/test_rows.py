@@ -41,8 +41,8 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert_near(result, kernels.rms_norm.reference.rms_norm(x, weight, 1e-5))
     result = kernels.rms_norm.triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, 1.0)
     assert_near(result, kernels.rms_norm.reference.rms_norm(x, weight, 1e-5, 1.0))
-    results = kernels.rms_norm.triton.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), 1e-5)
-    expected = kernels.rms_norm.reference.add_rms_norm(x, residual, weight, 1e-5)
+    results = kernels.rms_norm.triton.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), 1e-5, 1.0)
+    expected = kernels.rms_norm.reference.add_rms_norm(x, residual, weight, 1e-5, 1.0)
     assert_near(results[0], expected[0])
     assert torch.equal(results[1].cpu(), expected[1])
 
@@ -242,9 +242,9 @@ def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
     """Sequences begin, go on in place or elsewhere, have drafts or no token, and are padding."""
     arguments = torch.tensor([[-1, 2, 3, 1, -1], [0, 2, 4, 1, -1], [3, 6, 7, 8, 0]]).unbind()
     arguments = torch.tensor([0, 5, 6, 8, 8, 8]), *arguments
-    projected, weight = noise(8, 3 * channels, dtype=dtype), noise(num_taps, channels, dtype=dtype, seed=1)
+    gated, weight = noise(8, 3 * channels, dtype=dtype), noise(num_taps, channels, dtype=dtype, seed=1)
     states, bias = noise(5, num_taps - 1, channels, dtype=dtype, seed=2), noise(channels, dtype=dtype, seed=3)
-    for given_bias in (bias, None):
+    for projected, given_bias in ((gated, bias), (gated, None), (gated[:, :channels], bias)):
         ours, theirs = states.clone().to(DEVICE), states.clone()
         placed = [None if part is None else part.to(DEVICE) for part in (projected, weight, given_bias)]
         result = kernels.short_conv.triton.short_conv(*placed, ours, *(part.to(DEVICE) for part in arguments))
