@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import linear as products
 from kernels.all_finite import all_finite
+from kernels.gated_delta import gated_delta, state_shape
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -135,6 +136,13 @@ def convolved(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     return short_conv(at(waves(rows, 3 * channels)), weight, at(waves(channels)), states, starts, *slots), states
 
 
+def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
+    states, starts = torch.zeros(2, 2, *state_shape(1, 9, channels)[1:]), at(torch.tensor([0, rows]))
+    slots, heads = (at(torch.tensor([-1])), at(torch.tensor([1])), starts[1:]), at(torch.tensor([0, 0]))
+    inputs = (at(waves(rows, 18 + 2 * channels)), at(waves(rows, 2)), at(waves(rows, 2) / 2), at(waves(2)), at(waves(2) / 2))
+    return gated_delta(*inputs, states, heads, channels, starts, *slots), states
+
+
 CASES: dict[str, Case] = {
     "all_finite": lambda rows, channels, at: [all_finite(at(waves(rows, channels)))],
     "rms_norm": lambda rows, channels, at: [rms_norm(at(waves(rows, channels)), at(waves(channels)), 1e-5)],
@@ -149,6 +157,7 @@ CASES: dict[str, Case] = {
         layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
     ],
     "short_conv": lambda rows, channels, at: convolved(rows, channels, at),
+    "gated_delta": recurred,
     "soft_cap": lambda rows, channels, at: [soft_cap(at(waves(rows, channels)), 0.5)],
     "take_channels": lambda rows, channels, at: [
         take_channels(at(waves(rows, channels)), at(torch.arange(channels).flip(0)))

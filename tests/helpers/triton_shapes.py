@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernels.gated_delta.triton import gated_delta
 from kernels.gelu.triton import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
@@ -108,7 +109,12 @@ def rows() -> None:
         quantize_rows(x, dtype, static_scales=torch.empty(64))
     projected, slots = torch.empty(64, 3 * 2048, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     states, starts = torch.empty(8, 2, 2048, dtype=BF16), torch.zeros(5, dtype=torch.int64)
-    short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, starts, slots, slots, starts[1:])
+    steps = starts, slots, slots, starts[1:]
+    short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, *steps)
+    short_conv(projected[:, :2048].contiguous(), torch.empty(3, 2048, dtype=BF16), None, states, *steps)
+    gates, matrices = torch.empty(64, 32, dtype=BF16), torch.empty(8, 32, 4, 128, 32)
+    qkv, heads = torch.empty(64, 8192, dtype=BF16), torch.zeros(32, dtype=torch.int64)
+    gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, heads, 128, *steps)
 
 
 def multiply(

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import build
 from kernels.all_finite import all_finite
 from kernels.capture import capture, repeated
+from kernels.gated_delta import gated_delta
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -101,7 +102,7 @@ def test_a_replay_computes_on_the_new_inputs(num_rows: int) -> None:
 
 CACHES = [allocate(format, (3, 4, 1), 16, torch.float32, torch.device("cpu")) for format in FORMATS["int8"]]
 HERE, ONE_EACH, LENGTHS = torch.tensor([[0], [2]]), torch.tensor([0, 1, 2]), torch.tensor([1, 1])
-PLACES, STATES = torch.tensor([0, 1, 8, 9]), torch.ones(3, 2, 16)
+PLACES, STATES, MATRIX_STATES = torch.tensor([0, 1, 8, 9]), torch.ones(3, 2, 16), torch.ones(3, 2, 1, 8, 32)
 SEQUENCES = torch.tensor([0, 1, 4]), *torch.tensor([[0, 2], [-1, 1], [1, 3]])  # query_starts, reads, writes, ends
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), WeightGroup([UP, UP, UP]), WeightGroup([CODES] * 3)
 
@@ -171,6 +172,9 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),
     "all_finite": lambda x: all_finite(x / x[0, 0]),
     "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
+    "gated_delta": lambda x: gated_delta(
+        x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, FIRST, 24, *SEQUENCES
+    ),
 }
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.gated_delta.reference
+import kernels.gated_delta.triton
 import kernels.gelu.reference
 import kernels.gelu.triton
 import kernels.kv_store.reference
@@ -237,11 +239,16 @@ def test_turning_and_storing_in_one_launch(
                 assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
 
 
+def recurrent_steps() -> list[Tensor]:
+    """Return query_starts, reads, writes and ends of sequences that begin, go on in place or elsewhere, have drafts or
+    no token, and are padding."""
+    slots = torch.tensor([[-1, 2, 3, 1, -1], [0, 2, 4, 1, -1], [3, 6, 7, 8, 0]])
+    return [torch.tensor([0, 5, 6, 8, 8, 8]), *slots]
+
+
 @each("dtype, channels, num_taps", [(torch.float32, 300, 3), (torch.bfloat16, 16, 2), (torch.float16, 129, 4)])
 def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
-    """Sequences begin, go on in place or elsewhere, have drafts or no token, and are padding."""
-    arguments = torch.tensor([[-1, 2, 3, 1, -1], [0, 2, 4, 1, -1], [3, 6, 7, 8, 0]]).unbind()
-    arguments = torch.tensor([0, 5, 6, 8, 8, 8]), *arguments
+    arguments = recurrent_steps()
     gated, weight = noise(8, 3 * channels, dtype=dtype), noise(num_taps, channels, dtype=dtype, seed=1)
     states, bias = noise(5, num_taps - 1, channels, dtype=dtype, seed=2), noise(channels, dtype=dtype, seed=3)
     for projected, given_bias in ((gated, bias), (gated, None), (gated[:, :channels], bias)):
@@ -250,3 +257,22 @@ def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
         result = kernels.short_conv.triton.short_conv(*placed, ours, *(part.to(DEVICE) for part in arguments))
         assert_near(result, kernels.short_conv.reference.short_conv(projected, weight, given_bias, theirs, *arguments))
         assert ours.cpu().equal(theirs)
+
+
+@each("dtype, num_keys, num_values", [(torch.float32, 24, 40), (torch.bfloat16, 16, 32), (torch.float16, 33, 5)])
+def test_gated_delta(dtype: torch.dtype, num_keys: int, num_values: int) -> None:
+    arguments, key_heads = recurrent_steps(), torch.tensor([0, 1, 1])
+    qkv, gates = noise(8, 4 * num_keys + 3 * num_values, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
+    logs, states = noise(2, 3, dtype=torch.float32, seed=2), noise(5, 3, 2, num_keys, 32, dtype=torch.float32, seed=3)
+    states = states[:, :, : -(-num_values // 32)].contiguous()
+    ours, theirs = states.clone().to(DEVICE), states.clone()
+    inputs = [qkv, *gates, *logs, theirs, key_heads, num_values, *arguments]
+    placed = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in inputs]
+    placed[5] = ours
+    result = kernels.gated_delta.triton.gated_delta(*placed)
+    # Sums of channels in another order, in float32.
+    assert_near(result, kernels.gated_delta.reference.gated_delta(*inputs))
+    padding = states.shape[2] * 32 - num_values
+    for panels, other in zip(ours.cpu(), theirs, strict=True):
+        columns = slice(0, 32 - padding)
+        torch.testing.assert_close(panels[..., columns], other[..., columns], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,62 @@
+"""The gated delta rule of recurrent layers (arXiv 2412.06464).
+
+T tokens of S sequences, H value heads of D channels, G key heads of N channels, P slots.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.build import Library
+from kernels.dtypes import DTYPES
+from kernels.gated_delta import reference
+from kernels.operator import UnsupportedArguments, operator
+
+__all__ = ["gated_delta", "state_shape"]
+
+MAX_KEY_CHANNELS = 256
+
+
+def state_shape(num_heads: int, key_channels: int, value_channels: int) -> tuple[int, int, int, int]:
+    """Return the shape of one slot's state [H, panels, N, COLUMNS]."""
+    return num_heads, -(-value_channels // reference.COLUMNS), key_channels, reference.COLUMNS
+
+
+@operator(
+    reference.gated_delta,
+    fake=lambda qkv, decay, write_gate, decay_log, decay_bias, states, key_heads, value_channels, *_: qkv.new_empty(
+        qkv.shape[0], states.shape[1] * value_channels
+    ),
+    has_triton=True,
+    mutates_args=("states",),
+)
+def gated_delta(
+    cpp: Library,
+    qkv: Tensor,
+    decay: Tensor,
+    write_gate: Tensor,
+    decay_log: Tensor,
+    decay_bias: Tensor,
+    states: Tensor,
+    key_heads: Tensor,
+    value_channels: int,
+    query_starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Return [T, H * D], as `reference.gated_delta` does. The bits of a row depend only on its sequence."""
+    inputs, wide = (qkv, decay, write_gate), (decay_log, decay_bias, states)
+    integers = (key_heads, query_starts, reads, writes, ends)
+    num_heads, key_channels = states.shape[1], states.shape[3]
+    fit = qkv.dtype in DTYPES and all(part.is_cpu and part.dtype == qkv.dtype for part in inputs)
+    fit = fit and all(part.is_cpu and part.dtype == torch.float32 for part in wide) and states.is_contiguous()
+    fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers)
+    fit = fit and states.shape[1:] == state_shape(num_heads, key_channels, value_channels)
+    if not fit or key_channels > MAX_KEY_CHANNELS:
+        raise UnsupportedArguments
+    placed = [part.contiguous() for part in (*inputs, *wide, *integers)]
+    out = torch.empty(qkv.shape[0], num_heads * value_channels, dtype=qkv.dtype)
+    key_size = (qkv.shape[1] - out.shape[1]) // 2
+    sizes = reads.shape[0], num_heads, key_size, key_channels, value_channels
+    cpp.gated_delta(*(part.data_ptr() for part in placed), out.data_ptr(), DTYPES[qkv.dtype], *sizes)
+    return out

@@ -1,0 +1,114 @@
+"""The gated delta rule of recurrent layers. One program computes some columns of one head of one sequence, token by
+token."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def gated_delta(
+    qkv: Tensor,
+    decay: Tensor,
+    write_gate: Tensor,
+    decay_log: Tensor,
+    decay_bias: Tensor,
+    states: Tensor,
+    key_heads: Tensor,
+    value_channels: int,
+    query_starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Compute the same as kernels/gated_delta/reference.py."""
+    qkv, decay, write_gate = qkv.contiguous(), decay.contiguous(), write_gate.contiguous()
+    _, num_heads, num_panels, key_channels, columns = states.shape
+    out = torch.zeros(qkv.shape[0], num_heads * value_channels, dtype=qkv.dtype, device=qkv.device)
+    if len(reads):
+        _gated_delta[len(reads), num_heads, num_panels](
+            qkv,
+            decay,
+            write_gate,
+            decay_log,
+            decay_bias,
+            states,
+            key_heads,
+            query_starts,
+            reads,
+            writes,
+            ends,
+            out,
+            num_heads,
+            (qkv.shape[1] - out.shape[1]) // 2,
+            value_channels,
+            key_channels,
+            SIZE=triton.next_power_of_2(key_channels),
+            COLUMNS=columns,
+        )
+    return out
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _gated_delta(
+    qkv,
+    decay,
+    write_gate,
+    decay_log,
+    decay_bias,
+    states,
+    key_heads,
+    query_starts,
+    reads,
+    writes,
+    ends,
+    out,
+    num_heads,
+    key_size,
+    value_channels,
+    key_channels,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    sequence, head, panel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, column = tl.arange(0, SIZE), tl.arange(0, COLUMNS)
+    in_rows, value = row < key_channels, panel * COLUMNS + column
+    in_columns = value < value_channels
+    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    read, write, kept = tl.load(reads + sequence), tl.load(writes + sequence), tl.load(ends + sequence)
+    place = row[:, None] * COLUMNS + column
+    states += (head * tl.num_programs(2) + panel) * key_channels * COLUMNS
+    slot_size = num_heads * tl.num_programs(2) * key_channels * COLUMNS
+    is_read = in_rows[:, None] & (tl.full([SIZE, COLUMNS], read, tl.int64) >= 0)
+    matrix = tl.load(states + read * slot_size + place, mask=is_read, other=0.0)
+    if (write >= 0) & (start < end) & (kept <= start):
+        tl.store(states + write * slot_size + place, matrix, mask=in_rows[:, None])
+    rate, bias = tl.exp(tl.load(decay_log + head)), tl.load(decay_bias + head)
+    key = tl.load(key_heads + head) * key_channels + row
+    width = 2 * key_size + num_heads * value_channels
+    scale = 1.0 / tl.sqrt(key_channels.to(tl.float32))
+    for t in range(start, end):
+        token = qkv + t * width
+        q = _unit(tl.load(token + key, mask=in_rows, other=0.0).to(tl.float32))
+        k = _unit(tl.load(token + key_size + key, mask=in_rows, other=0.0).to(tl.float32))
+        at = 2 * key_size + head * value_channels + value
+        v = tl.load(token + at, mask=in_columns, other=0.0).to(tl.float32)
+        step = tl.load(decay + t * num_heads + head).to(tl.float32) + bias
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(write_gate + t * num_heads + head).to(tl.float32)))
+        matrix *= tl.exp(-rate * _softplus(step))
+        delta = beta * (v - tl.sum(k[:, None] * matrix, 0))
+        matrix += k[:, None] * delta
+        y = tl.sum(q[:, None] * matrix, 0) * scale
+        tl.store(out + (t * num_heads + head) * value_channels + value, y.to(out.dtype.element_ty), mask=in_columns)
+        if (write >= 0) & (t == kept - 1):
+            tl.store(states + write * slot_size + place, matrix, mask=in_rows[:, None])
