@@ -198,8 +198,16 @@ LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
 """The keys and the values of one attention layer."""
 
 
-StateShapes: TypeAlias = tuple[tuple[int, ...], ...]
-"""The shapes of one sequence's states in a recurrent layer. They have the model's dtype."""
+class StateShape(NamedTuple):
+    """A state of one sequence in a recurrent layer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """None: the model's dtype."""
+
+
+StateShapes: TypeAlias = tuple[StateShape, ...]
+"""The states of one sequence in a recurrent layer."""
 
 
 class LayerState(NamedTuple):

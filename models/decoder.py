@@ -7,7 +7,7 @@ vocabulary, R output rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rot
 class PreNormShape(ModelShape):
     """The config of a model of pre-norm layers with any attention and feed-forward."""
 
+    norm_weight_offset: ClassVar[float | None] = None
+    """Of all norms of the residual stream, as of `RMSNorm`."""
     hidden_size: int
     rms_norm_eps: float
 
@@ -71,10 +73,12 @@ def read_decoder_config(
     max_position_embeddings: int | None = None,
     read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
     activation: str = "silu",
+    intermediate_size: int | None = None,
 ) -> DecoderConfig:
     """Read the keys that these architectures share.
 
-    rms_norm_eps, max_position_embeddings: the defaults of architectures whose older files lack these keys.
+    rms_norm_eps, max_position_embeddings, intermediate_size: the defaults of architectures whose files may lack these
+    keys.
     `read_rotary` takes the arguments of `read_rotary_config`. Raises UserError for a missing key, a wrong type or an
     unsupported value.
     """
@@ -96,7 +100,7 @@ def read_decoder_config(
         num_key_value_heads=groups,
         head_dim=head_dim,
         hidden_size=hidden_size,
-        intermediate_size=config.count("intermediate_size"),
+        intermediate_size=config.count("intermediate_size", intermediate_size),
         num_attention_heads=heads,
         rms_norm_eps=config.positive("rms_norm_eps", rms_norm_eps),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
@@ -166,6 +170,10 @@ class Rotary(Protocol):
         """Return cos and sin of the rotation angles. positions and prompt_lengths: [T] int64."""
 
 
+def residual_norm(c: PreNormShape) -> AddRMSNorm:
+    return AddRMSNorm(c.hidden_size, c.rms_norm_eps, c.norm_weight_offset)
+
+
 class DecoderLayer(NamedParts):
     """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)).
 
@@ -175,9 +183,7 @@ class DecoderLayer(NamedParts):
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
     def __init__(self, c: PreNormShape, self_attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(
-            AddRMSNorm(c.hidden_size, c.rms_norm_eps), self_attn, AddRMSNorm(c.hidden_size, c.rms_norm_eps), mlp
-        )
+        super().__init__(residual_norm(c), self_attn, residual_norm(c), mlp)
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
@@ -198,7 +204,7 @@ class PreNormLM(CausalLM):
         embedding = Embedding(config.vocab_size, config.hidden_size)
         register(self, self.layout.embedding, embedding)
         register(self, self.layout.layers, nn.ModuleList(layers))
-        register(self, self.layout.final_norm, AddRMSNorm(config.hidden_size, config.rms_norm_eps))
+        register(self, self.layout.final_norm, residual_norm(config))
         register(self, self.layout.head, make_head(embedding, config.tie_word_embeddings))
         self.rotary = rotary
 

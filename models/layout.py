@@ -43,7 +43,9 @@ class ModelLayout:
     attention: str = "self_attn"
     """The attention module, in a decoder layer. It has `heads`."""
     recurrent: str = ""
-    """The recurrent module, in a decoder layer without attention. It has `state_shapes` and `shard`.
+    """The recurrent module, in a decoder layer without attention.
+
+    It has `state_shapes`, `num_heads`, `check_ranks` and `shard`, which shards all of it except row-parallel layers.
 
     Empty: no layer is recurrent.
     """

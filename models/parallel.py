@@ -112,6 +112,8 @@ def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.
         stage_layers(model, parallel_layout.pp, dtype)
     for heads in model.attention_heads:
         shard_heads(heads.num_attention_heads, heads.num_key_value_heads, parallel_layout.tp, parallel_layout.tp_rank)
+    for recurrent in filter(None, map(model.recurrent_module, model.layers)):
+        recurrent.check_ranks(parallel_layout.tp)  # type: ignore[operator]
 
 
 def check_experts(model: CausalLM, tp: int) -> None:
@@ -183,26 +185,33 @@ class _ShardedLayer:
         self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
         self.shards: dict[str, Shard] = {}
         """Keyed by the tensor's name within the layer."""
-        recurrent, attention_layers = model.recurrent_module(layer), set[nn.Module]()
-        self._num_heads = 0, 0
-        if recurrent is None:
-            attention = layer.get_submodule(self._layout.attention)
-            heads: Heads = attention.heads  # type: ignore[assignment]
+        recurrent = model.recurrent_module(layer)
+        mixer = layer.get_submodule(self._layout.attention) if recurrent is None else recurrent
+        mixer_layers = {module for module in mixer.modules() if isinstance(module, Linear)}
+        self._num_heads: tuple[int, int] | None
+        if recurrent is not None:
+            self._num_heads = recurrent.num_heads  # type: ignore[assignment]
+            shards: dict[str, Shard] = recurrent.shard(parallel_layout.tp, parallel_layout.tp_rank)  # type: ignore[operator]
+            self.shards |= {f"{self._layout.recurrent}.{tensor}": shard for tensor, shard in shards.items()}
+        else:
+            heads: Heads = mixer.heads  # type: ignore[assignment]
             self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
-            attention_layers = {module for module in attention.modules() if isinstance(module, Linear)}
         if parallel_layout.whole_experts:
             self._shard_experts(layer)
         in_experts = _modules_of_experts(layer) if parallel_layout.whole_experts else set()
         for name, module in list(layer.named_modules()):
-            is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
-            if isinstance(module, Linear) and not is_whole:
-                self._shard_linear(name, module, module in attention_layers)
-        if recurrent is not None:
-            shards: dict[str, Shard] = recurrent.shard(parallel_layout.tp, parallel_layout.tp_rank)  # type: ignore[operator]
-            self.shards |= {f"{self._layout.recurrent}.{tensor}": shard for tensor, shard in shards.items()}
-            return
-        head_shard = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
-        self._shard_head_parameters(attention, head_shard)
+            last = name.rpartition(".")[2]
+            is_whole = module in in_experts or last in self._layout.replicated
+            shards_itself = recurrent is not None and module in mixer_layers and last not in self._layout.row_parallel
+            if isinstance(module, Linear) and not is_whole and not shards_itself:
+                self._shard_linear(name, module, module in mixer_layers)
+        if recurrent is None:
+            self._shard_heads(mixer, heads)
+
+    def _shard_heads(self, attention: nn.Module, heads: Heads) -> None:
+        numbers = heads.num_attention_heads, heads.num_key_value_heads
+        head_shard = shard_heads(*numbers, self._parallel_layout.tp, self._parallel_layout.tp_rank)
+        self._shard_head_parameters(attention, heads, head_shard)
         attention.heads = replace(  # type: ignore[assignment]
             heads,
             num_attention_heads=len(head_shard.queries),
@@ -212,11 +221,11 @@ class _ShardedLayer:
             num_whole_keys=heads.num_key_value_heads,
         )
 
-    def _shard_linear(self, name: str, layer: Linear, is_attention: bool) -> None:
+    def _shard_linear(self, name: str, layer: Linear, is_mixer: bool) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            input_ranges = shard_inputs(inputs, self._num_heads if is_attention else None, tp)
+            input_ranges = shard_inputs(inputs, self._num_heads if is_mixer else None, tp)
             if (
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
@@ -236,10 +245,10 @@ class _ShardedLayer:
         for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
             experts.keep(ExpertParallel(self._group, tuple(shard(len(experts), tp, rank) for rank in range(tp))))
 
-    def _shard_head_parameters(self, attention: nn.Module, head_shard: HeadShard) -> None:
+    def _shard_head_parameters(self, attention: nn.Module, heads: Heads, head_shard: HeadShard) -> None:
         """Shard the attention module's own parameters that have one value per key head. Scalars stay whole."""
         for name, parameter in attention.named_parameters(recurse=False):
-            if parameter.ndim and len(parameter) == self._num_heads[1]:
+            if parameter.ndim and len(parameter) == heads.num_key_value_heads:
                 shard = Shard(0, (head_shard.keys,))
                 shape = shard.shape(tuple(parameter.shape))
                 setattr(attention, name, nn.Parameter(parameter.new_empty(shape), requires_grad=False))

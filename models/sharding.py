@@ -102,13 +102,14 @@ def shard_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
 
 @cache
 def shard_outputs(
-    units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
+    units: tuple[Unit, ...], size: int, num_heads: tuple[int, int] | None, tp: int, rank: int
 ) -> tuple[range, ...]:
     """Return the output ranges that a rank owns in a fused projection with `size` outputs.
 
-    `units` are the units of its consecutive sections. `num_heads`: H and G of the layer's attention.
+    `units` are the units of its consecutive sections. `num_heads`: H and G of the layer's attention; None if all units
+    are channels.
     """
-    if set(units) == {Unit.CHANNEL}:
+    if num_heads is None or set(units) == {Unit.CHANNEL}:
         length = size // len(units)
         channels = shard_channels(length, tp, rank)
         return tuple(range(i * length + channels.start, i * length + channels.stop) for i in range(len(units)))

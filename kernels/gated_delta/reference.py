@@ -49,7 +49,9 @@ def gated_delta(
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
             g = (-decay_log.exp() * softplus(decay[t].float() + decay_bias)).exp()
             m = g[:, None, None] * m
-            delta = write_gate[t].float().sigmoid()[:, None] * (v.view(len(g), value_channels) - (k[..., None] * m).sum(1))
+            delta = write_gate[t].float().sigmoid()[:, None] * (
+                v.view(len(g), value_channels) - (k[..., None] * m).sum(1)
+            )
             m = m + k[..., None] * delta[:, None]
             out[t] = ((q[..., None] * m).sum(1) * num_keys**-0.5).flatten()
     return out

@@ -17,15 +17,16 @@ from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.attention import Heads, attend, merge_qkv
+from models.layers.layer_types import FULL, check_layer_types
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, read_rotary_config
 from models.layers.short_conv import ShortConv
-from models.layout import HEADS, ModelLayout, Unit
+from models.layout import ModelLayout
 
-KINDS = ("conv", "full_attention")
+CONV = "conv"
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Lfm2Config(DecoderConfig):
     num_taps: int
     """The tokens that a convolution reads, with the token itself."""
     conv_bias: bool
-    attends: tuple[bool, ...]
-    """For each layer, whether it is attention."""
+    is_recurrent: tuple[bool, ...]
+    """For each layer."""
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -42,7 +43,7 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def recurrent_layers(self) -> tuple[bool, ...]:
-        return tuple(not attends for attends in self.attends[: self.num_hidden_layers])
+        return self.is_recurrent[: self.num_hidden_layers]
 
 
 def read_config(config: ConfigReader) -> Lfm2Config:
@@ -84,7 +85,7 @@ def read_shape(config: ConfigReader, intermediate_size: int) -> Lfm2Config:
         rotary=read_rotary_config(config, head_dim, context_length, default_theta=1e6),
         num_taps=num_taps,
         conv_bias=config.get("conv_bias", bool, False),
-        attends=_read_kinds(config, num_layers),
+        is_recurrent=_read_kinds(config, num_layers),
     )
 
 
@@ -98,29 +99,22 @@ def _intermediate_size(config: ConfigReader) -> int:
 
 
 def _read_kinds(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is attention, from `layer_types` or the older `full_attn_idxs`."""
+    """Return for each layer whether it is recurrent, from `layer_types` or the older `full_attn_idxs`."""
     types, indices = config.raw("layer_types"), config.raw("full_attn_idxs")
     if indices is not None:
         of_indices = _kinds_of(indices, num_layers)
         types = of_indices if types is None else types
         if types != of_indices:
             raise UserError(f"config.json: full_attn_idxs={indices} contradicts layer_types: leave one of them out")
-    types = ["full_attention"] * num_layers if types is None else types
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise UserError(f"config.json: layer_types={types!r} is not a list of num_hidden_layers={num_layers} types")
-    if unknown := [kind for kind in types if kind not in KINDS]:
-        supported = ", ".join(map(repr, KINDS))
-        raise UserError(f"config.json: layer_types has {unknown[0]!r}, which is not supported: only {supported}")
-    if "full_attention" not in types:
-        raise UserError("config.json: all layers are 'conv': at least one layer must be 'full_attention'")
-    return tuple(kind == "full_attention" for kind in types)
+    types = [FULL] * num_layers if types is None else types
+    return check_layer_types(types, CONV, num_layers)
 
 
 def _kinds_of(indices: Any, num_layers: int) -> list[str]:
     """Return the layer types in which the layers of these numbers are attention."""
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < num_layers for i in indices):
         raise UserError(f"config.json: full_attn_idxs={indices!r} is not a list of layers from 0 to {num_layers - 1}")
-    return [KINDS[i in indices] for i in range(num_layers)]
+    return [FULL if i in indices else CONV for i in range(num_layers)]
 
 
 class Attention(Module):
@@ -174,7 +168,6 @@ class Lfm2(DecoderLM):
         norms=("operator_norm", "ffn_norm"),
         scale_fold_targets={"w2": "w3"},
         row_parallel=("out_proj", "w2"),
-        units={**HEADS, "in_proj": (Unit.CHANNEL,) * 3},
     )
 
     def __init__(self, c: Lfm2Config) -> None:

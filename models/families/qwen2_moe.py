@@ -10,6 +10,7 @@ from torch import Tensor
 from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
+from models.layers.gate import sigmoid
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
@@ -44,22 +45,15 @@ def read_config(config: ConfigReader) -> Qwen2MoeConfig:
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
-    def __init__(self, c: Qwen2MoeConfig) -> None:
-        super().__init__(c.hidden_size, c.mixture)
-        self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False, is_quantizable=False)
+    def __init__(self, hidden_size: int, mixture: MixtureConfig, shared_expert_intermediate_size: int) -> None:
+        super().__init__(hidden_size, mixture)
+        self.shared_expert = MLP(hidden_size, shared_expert_intermediate_size)
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False, is_quantizable=False)
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        shared: Tensor = self._shared_weight(x, batch) * self.shared_expert(x, batch)
+        gate = sigmoid(self.shared_expert_gate(x, batch))  # [T, 1]
+        shared: Tensor = gate * self.shared_expert(x, batch)
         return super().forward(x, batch) + shared
-
-    def _shared_weight(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """Return sigmoid(x . gate) [T, 1].
-
-        torch's sigmoid is not used: on a CPU it computes the last of many numbers in another way. exp does not.
-        """
-        logit = self.shared_expert_gate(x, batch).float()
-        return (1 / (1 + (-logit).exp())).to(x.dtype)
 
 
 class Qwen2Moe(DecoderLM):
@@ -72,7 +66,9 @@ class Qwen2Moe(DecoderLM):
                 DecoderLayer(
                     c,
                     Attention(c, window, qkv_bias=c.qkv_bias),
-                    SharedExpertMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
+                    SharedExpertMoeBlock(c.hidden_size, c.mixture, c.shared_expert_intermediate_size)
+                    if sparse
+                    else MLP(c.hidden_size, c.intermediate_size),
                 )
                 # a planner's model has only the first layers
                 for sparse, window in zip(c.layer_kinds, c.windows, strict=False)

@@ -15,6 +15,8 @@ TEXT_MODELS = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
@@ -39,8 +41,9 @@ TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "mo
 """Name prefixes of the text's tensors: in a text checkpoint, by the prefix in the wrapper. The first match applies."""
 OTHER_SETTINGS = frozenset(
     """
-    boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image multimodal_projector_bias projector_hidden_act
-    spatial_merge_size video_token_id vision_config vision_end_token_id vision_feature_layer vision_start_token_id vision_token_id
+    boi_token_index eoi_token_index image_token_id image_token_index language_model_only mm_tokens_per_image
+    multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config vision_end_token_id
+    vision_feature_layer vision_start_token_id vision_token_id
     """.split()
 )
 """Settings of a wrapper without effect on text."""
@@ -82,12 +85,8 @@ def text_config(config: dict[str, Any], where: str) -> ConfigReader:
 
 
 def _rope_of_text(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without multimodal positions.
-
-    The three positions of a text token are equal, so all sections rotate alike.
-    """
-    plain = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
-    return plain | {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
+    """Return the settings with a type of text."""
+    return scaling | {key: "default" for key in ("type", "rope_type") if scaling.get(key) == "mrope"}
 
 
 def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any]:

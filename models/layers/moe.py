@@ -36,8 +36,8 @@ class MixtureConfig:
     """For each layer, whether it is a mixture."""
 
 
-def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
-    """Read Qwen's keys of config.json.
+def read_mixture(config: ConfigReader, num_layers: int, norm_topk_prob: bool = False) -> MixtureConfig:
+    """Read Qwen's keys of config.json. `norm_topk_prob`: the default.
 
     Raises UserError for a missing key, a wrong type, or more chosen experts than experts.
     """
@@ -54,7 +54,7 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
         num_experts=experts,
         num_experts_per_tok=chosen,
         moe_intermediate_size=config.count("moe_intermediate_size"),
-        norm_topk_prob=config.get("norm_topk_prob", bool, False),
+        norm_topk_prob=config.get("norm_topk_prob", bool, norm_topk_prob),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
     )
 

@@ -82,6 +82,8 @@ def read_rotary_config(
     theta = scaling.positive("rope_theta", theta)
     if partial_rotary_factor is None:
         scaling.expect("partial_rotary_factor", (None, 1), None)
+    for key in ("mrope_section", "mrope_interleaved"):
+        scaling.raw(key)  # the three positions of a text token are equal, so all sections rotate alike
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
     kind = scaling.expect(
         "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernels.quantize_rows import Activations
 from kernels.short_conv import short_conv
-from models.batch import Batch, LayerState, StateShapes
+from models.batch import Batch, LayerState, StateShape, StateShapes
 from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.rotary import Angles
@@ -24,22 +24,31 @@ class ShortConv(Module):
         self.in_proj = Linear(hidden_size, 3 * hidden_size, bias)
         self.conv = nn.Conv1d(hidden_size, hidden_size, num_taps, groups=hidden_size, bias=bias)  # holds the weight
         self.out_proj = Linear(hidden_size, hidden_size, bias)
-        self.state_shapes: StateShapes = ((num_taps - 1, hidden_size),)
+        self.state_shapes: StateShapes = (StateShape((num_taps - 1, hidden_size)),)
         self._taps: Tensor | None = None
+
+    num_heads = None
+    """It is made of channels."""
 
     @property
     def readers(self) -> Sequence[Linear]:
         """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return [self.in_proj]
 
+    def check_ranks(self, tp: int) -> None:
+        """Raise UserError for more ranks than channels."""
+        shard_channels(len(self.conv.weight), tp, 0)
+
     def shard(self, tp: int, rank: int) -> dict[str, Shard]:
-        """Keep a rank's channels of the convolution. Return the shards of its tensors by name."""
+        """Keep a rank's channels of in_proj and the convolution. Return the shards of their tensors by name."""
         weight = self.conv.weight
-        channels = shard_channels(len(weight), tp, rank)
+        whole, channels = len(weight), shard_channels(len(weight), tp, rank)
+        sections = tuple(range(start + channels.start, start + channels.stop) for start in (0, whole, 2 * whole))
+        shards = {f"in_proj.{name}": shard for name, shard in self.in_proj.shard(sections).items()}
         size, num_taps, has_bias = len(channels), weight.shape[2], self.conv.bias is not None
         self.conv = nn.Conv1d(size, size, num_taps, groups=size, bias=has_bias, device=weight.device)
-        self.state_shapes = ((num_taps - 1, size),)
-        return {f"conv.{name}": Shard(0, (channels,)) for name, _ in self.conv.named_parameters()}
+        self.state_shapes = (StateShape((num_taps - 1, size)),)
+        return shards | {f"conv.{name}": Shard(0, (channels,)) for name, _ in self.conv.named_parameters()}
 
     def fuse(self) -> None:
         self._taps = self._taps_by_channel()

@@ -44,8 +44,8 @@ def allocate_kv_cache(
 
     def of_layer(layer: Heads | StateShapes) -> LayerCache | LayerState:
         if not isinstance(layer, Heads):
-            shapes = [(num_state_slots, *shape) for shape in layer]
-            return LayerState(tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+            sizes = [((num_state_slots, *state.shape), state.dtype or dtype) for state in layer]
+            return LayerState(tuple(torch.empty(size, dtype=kind, device=device) for size, kind in sizes))
         of_keys, of_values = next(next_formats)
         return (
             paged(of_keys, layer.num_key_value_heads, layer.head_dim),

@@ -11,7 +11,7 @@ import transformers
 
 from tests.helpers import family_twins
 from tests.helpers.builders import SMALL
-from tests.helpers.oracle import write_random
+from tests.helpers.oracle import TOLERANCE, write_random
 
 LEFT_OUT: Any = ...
 """Marks a key that config.json lacks."""
@@ -41,6 +41,8 @@ class Family:
     """model_type in config.json, if it differs from the row's name."""
     lengths: tuple[int, ...] = (5, 1, 40, 17)
     """Lengths of the prompts in tokens."""
+    tolerance: float = TOLERANCE
+    """Maximum difference of a logit."""
 
     def write(self, folder: Path, **settings: Any) -> Any:
         """Write a random float32 model, and return transformers' model of it."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tests.helpers.family import BASE, FULL, LEFT_OUT, THREE_KEYS, Family
+from tests.helpers.family import BASE, FULL, LEFT_OUT, NOT_SILU, THREE_KEYS, Family
 
-CONV = "conv"
+CONV, LINEAR = "conv", "linear_attention"
 LFM2: dict[str, Any] = {**BASE, "num_hidden_layers": 4, "block_multiple_of": 8, "tie_word_embeddings": True}
 HUB = {  # the keys of LiquidAI's files
     "block_dim": 64,
@@ -28,7 +28,83 @@ MIXTURE = {
     "moe_intermediate_size": 24,
 }
 
+DELTA: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+DELTA_VARIANTS: list[dict[str, Any]] = [
+    {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]},  # the last layer is recurrent, and computes output rows alone
+    {},  # one layer of four is attention
+    {"layer_types": [FULL, LINEAR] * 2, "linear_num_value_heads": 6, "linear_value_head_dim": 40},
+    {"layer_types": [LINEAR, FULL] * 2, "linear_conv_kernel_dim": 2, "linear_key_head_dim": 9, "rms_norm_eps": 1e-3},
+]
+CHUNKED = 5e-4
+"""The tolerance for a model whose prompts transformers computes in chunks. Its chunks differ from its own recurrence, token
+by token, by up to 2.2e-4 in these models, ours from that recurrence by up to 1.1e-4: a norm enlarges small outputs."""
+REFUSED_DELTA = [
+    THREE_KEYS,
+    NOT_SILU,
+    ({"attention_bias": True}, "attention_bias=True is not supported: only False, None"),
+    ({"attn_output_gate": False}, "attn_output_gate=False is not supported: only True, None"),
+    ({"linear_num_key_heads": 3}, "linear_num_value_heads=4 is not a multiple of linear_num_key_heads=3"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 keeps no earlier token"),
+    ({"layer_types": [LINEAR, FULL]}, "is not a list of num_hidden_layers=4 types"),
+    ({"layer_types": [LINEAR] * 4}, "all layers are 'linear_attention': at least one layer must be 'full_attention'"),
+    ({"layer_types": [FULL, "conv"] * 2}, "layer_types has 'conv', which is not supported: only 'linear_attention', 'f"),
+    ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported: only 'float32', None"),
+]
+
 HYBRID = {
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        tolerance=CHUNKED,
+        sizes={**DELTA, **EXPERTS},
+        variants=[
+            *DELTA_VARIANTS,
+            {"decoder_sparse_step": 2, "norm_topk_prob": False, "layer_types": [LINEAR, FULL] * 2},
+            {"mlp_only_layers": [0], "num_experts_per_tok": 1, "layer_types": [LINEAR, FULL] * 2},
+        ],
+        read=[
+            (
+                {"full_attention_interval": 2, "partial_rotary_factor": 0.25, "rope_parameters": LEFT_OUT},
+                {"is_recurrent": (True, False) * 2, "rotary.head_dim": 4, "mixture.norm_topk_prob": True},
+            ),
+        ],
+        refused=[*REFUSED_DELTA, ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4")],
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        tolerance=CHUNKED,
+        sizes=DELTA,
+        variants=[*DELTA_VARIANTS, {"tie_word_embeddings": True, "layer_types": [LINEAR, FULL] * 2}],
+        read=[
+            (
+                {"mtp_num_hidden_layers": 1, "output_gate_type": "swish", "mlp_only_layers": []},
+                {"is_recurrent": (True, True, True, False), "num_taps": 4},
+            ),
+        ],
+        refused=REFUSED_DELTA,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        tolerance=CHUNKED,
+        sizes={**{key: value for key, value in DELTA.items() if key != "intermediate_size"}, **EXPERTS},
+        variants=[*DELTA_VARIANTS[:2], {"num_experts_per_tok": 1, "layer_types": [LINEAR, FULL] * 2}],
+        read=[({}, {"mixture.norm_topk_prob": True, "mixture.sparse_layers": (True,) * 4})],
+        refused=[*REFUSED_DELTA, ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported: only True, None")],
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
         sizes=LFM2,
@@ -45,10 +121,10 @@ HYBRID = {
         read=[
             (
                 HUB,
-                {"intermediate_size": 88, "attends": (False, True, False, True), "tie_word_embeddings": True},
+                {"intermediate_size": 88, "is_recurrent": (True, False, True, False), "tie_word_embeddings": True},
             ),
-            ({"layer_types": [CONV, FULL] * 2, "full_attn_idxs": [1, 3]}, {"attends": (False, True) * 2}),
-            ({}, {"attends": (True,) * 4, "rotary.theta": 1e6, "num_taps": 3}),
+            ({"layer_types": [CONV, FULL] * 2, "full_attn_idxs": [1, 3]}, {"is_recurrent": (True, False) * 2}),
+            ({}, {"is_recurrent": (False,) * 4, "rotary.theta": 1e6, "num_taps": 3}),
         ],
         refused=[
             THREE_KEYS,

@@ -42,7 +42,9 @@ def random_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 1, 40, 17)) -
     return [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[int]]) -> None:
+def assert_equals_transformers(
+    folder: Path, reference: Any, prompts: list[list[int]], tolerance: float = TOLERANCE
+) -> None:
     """Compare logits at every position, and greedy tokens of all prompts together, of the first alone, and of prompts
     in chunks of 5.
 
@@ -55,7 +57,7 @@ def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[
     answers = [output.token_ids for output in complete(engine, prompts, decode)]
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = checked_logits(reference, prompt, answer)
-        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=tolerance, rtol=0)
         assert expected.abs().max() < 100
     assert complete(engine, prompts[:1], decode)[0].token_ids == answers[0]
     chunked = engine_of(folder, max_batched_tokens=5, block_size=4)

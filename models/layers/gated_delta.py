@@ -1,0 +1,174 @@
+"""Gated DeltaNet (arXiv 2412.06464), a recurrent layer of Qwen3-Next and Qwen3.5.
+
+T tokens, R output rows, E hidden channels, H value heads of D channels, G key heads of N channels, K taps.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.gated_delta import gated_delta, state_shape
+from kernels.quantize_rows import Activations
+from kernels.short_conv import short_conv
+from models.batch import Batch, LayerState, StateShape, StateShapes
+from models.layers.constant import Constant
+from models.layers.linear import Linear, swiglu_for
+from models.layers.module import Module
+from models.layers.norm import RMSNorm
+from models.layers.rotary import Angles
+from models.sharding import Shard, shard_heads
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a Gated DeltaNet. On a tensor-parallel rank these are the rank's heads only."""
+
+    num_value_heads: int
+    num_key_heads: int
+    key_channels: int
+    value_channels: int
+    key_heads: tuple[int, ...]
+    """The key head of each value head."""
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_channels
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_channels
+
+
+def group_heads(num_value_heads: int, num_key_heads: int, key_channels: int, value_channels: int) -> DeltaHeads:
+    """Return heads in which consecutive value heads share a key head."""
+    group = num_value_heads // num_key_heads
+    key_heads = tuple(head // group for head in range(num_value_heads))
+    return DeltaHeads(num_value_heads, num_key_heads, key_channels, value_channels, key_heads)
+
+
+class DeltaInputs(NamedTuple):
+    qkv: Tensor
+    """[T, 2 * G * N + H * D]"""
+    output_gate: Tensor
+    """[T, H * D]"""
+    write_gate: Tensor
+    """[T, H]"""
+    decay: Tensor
+    """[T, H]"""
+
+
+class GatedDeltaNet(Module):
+    """out_proj(norm(gated_delta(silu(conv(q, k, v)))) * silu(output_gate)). A subclass defines the input projections."""
+
+    def __init__(self, hidden_size: int, heads: DeltaHeads, num_taps: int, eps: float) -> None:
+        super().__init__()
+        self.register_projections(hidden_size, heads)
+        self._set_heads(heads, num_taps, torch.get_default_device())
+        self.norm = RMSNorm(heads.value_channels, eps)
+        self.out_proj = Linear(heads.value_size, hidden_size, bias=False)
+
+    @abstractmethod
+    def register_projections(self, hidden_size: int, heads: DeltaHeads) -> None:
+        """Create the linear layers that `project` uses."""
+
+    @abstractmethod
+    def project(self, x: Activations, batch: Batch) -> DeltaInputs:
+        """Return the projections of x [T, E]."""
+
+    @abstractmethod
+    def shard_projections(self, keys: Sequence[int], values: range) -> dict[str, Shard]:
+        """Keep these heads of the input projections. Return the shards of their tensors by name."""
+
+    def _set_heads(self, heads: DeltaHeads, num_taps: int, device: torch.device) -> None:
+        self.heads, channels = heads, 2 * heads.key_size + heads.value_size
+        with device:
+            self.conv1d = nn.Conv1d(channels, channels, num_taps, groups=channels, bias=False)  # holds the weight
+            self.A_log = nn.Parameter(torch.empty(heads.num_value_heads))
+            self.dt_bias = nn.Parameter(torch.empty(heads.num_value_heads))
+        self.key_heads = Constant(torch.tensor(heads.key_heads, device="cpu"))
+        matrices = state_shape(heads.num_value_heads, heads.key_channels, heads.value_channels)
+        self.state_shapes: StateShapes = (
+            StateShape((num_taps - 1, channels)),
+            StateShape(matrices, torch.float32),  # rounding accumulates
+        )
+        self._taps: Tensor | None = None
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """The numbers of value heads and of key heads. They are shared out as query heads and key heads are."""
+        return self.heads.num_value_heads, self.heads.num_key_heads
+
+    def shard(self, tp: int, rank: int) -> dict[str, Shard]:
+        """Keep a rank's heads. Return the shards of all tensors except out_proj's, by name.
+
+        Raises UserError for more ranks than value heads.
+        """
+        self.check_ranks(tp)
+        whole, num_taps = self.heads, self.conv1d.weight.shape[2]
+        values = shard_heads(*self.num_heads, tp, rank).queries
+        keys = sorted({whole.key_heads[head] for head in values})
+        shards = self.shard_projections(keys, values)
+        self._set_heads(
+            DeltaHeads(
+                len(values),
+                len(keys),
+                whole.key_channels,
+                whole.value_channels,
+                tuple(keys.index(whole.key_heads[head]) for head in values),
+            ),
+            num_taps,
+            self.A_log.device,
+        )
+        shards["conv1d.weight"] = Shard(0, qkv_ranges(whole, keys, values))
+        return shards | dict.fromkeys(("A_log", "dt_bias"), Shard(0, (values,)))
+
+    def check_ranks(self, tp: int) -> None:
+        """Raise UserError for more ranks than value heads."""
+        check_ranks(tp, self.heads.num_value_heads, "value heads")
+
+    def fuse(self) -> None:
+        self._taps = self._taps_by_channel()
+
+    def _taps_by_channel(self) -> Tensor:
+        """Return the weight as the kernel reads it: [K, channels]."""
+        return self.conv1d.weight.detach().squeeze(1).T.contiguous()
+
+    def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
+        """Return [T, E], in the last layer [R, E]."""
+        taps = self._taps_by_channel() if self._taps is None else self._taps
+        inputs, (last_inputs, matrices) = self.project(x, batch), states.tensors
+        steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
+        qkv = short_conv(inputs.qkv, taps, None, last_inputs, *steps)
+        gates = inputs.decay, inputs.write_gate, self.A_log, self.dt_bias
+        key_heads = self.key_heads.on(qkv.device)
+        mixed = gated_delta(qkv, *gates, matrices, key_heads, self.heads.value_channels, *steps)
+        mixed, gate = batch.attending(mixed), batch.attending(inputs.output_gate)
+        normed = self.norm(mixed.view(-1, self.heads.value_channels)).view(mixed.shape)
+        return self.out_proj(swiglu_for([self.out_proj], gate, normed), batch)
+
+
+def check_ranks(tp: int, num_heads: int, heads: str) -> None:
+    """Raise UserError for more ranks than `heads`."""
+    if tp > num_heads:
+        limit = f"the {num_heads} {heads} of a recurrent layer of this model"
+        raise UserError(f"tp={tp} is more than {limit}: give at most {num_heads}")
+
+
+def qkv_ranges(heads: DeltaHeads, keys: Sequence[int], values: Sequence[int]) -> tuple[range, ...]:
+    """Return the channels of q, k and v that belong to these heads."""
+    first_value = 2 * heads.key_size
+    return (
+        *head_ranges(keys, heads.key_channels),
+        *head_ranges(keys, heads.key_channels, heads.key_size),
+        *head_ranges(values, heads.value_channels, first_value),
+    )
+
+
+def head_ranges(heads: Iterable[int], width: int, start: int = 0) -> tuple[range, ...]:
+    """Return the channels of each head, if the first head begins at `start`."""
+    return tuple(range(start + head * width, start + (head + 1) * width) for head in heads)
