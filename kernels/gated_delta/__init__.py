@@ -23,7 +23,7 @@ def state_shape(num_heads: int, key_channels: int, value_channels: int) -> tuple
 
 @operator(
     reference.gated_delta,
-    fake=lambda qkv, decay, write_gate, decay_log, decay_bias, states, key_heads, value_channels, *_: qkv.new_empty(
+    fake=lambda qkv, decay, write_gate, decay_log, decay_bias, states, group, value_channels, *_: qkv.new_empty(
         qkv.shape[0], states.shape[1] * value_channels
     ),
     has_triton=True,
@@ -37,7 +37,7 @@ def gated_delta(
     decay_log: Tensor,
     decay_bias: Tensor,
     states: Tensor,
-    key_heads: Tensor,
+    group: int,
     value_channels: int,
     query_starts: Tensor,
     reads: Tensor,
@@ -46,17 +46,21 @@ def gated_delta(
 ) -> Tensor:
     """Return [T, H * D], as `reference.gated_delta` does. The bits of a row depend only on its sequence."""
     inputs, wide = (qkv, decay, write_gate), (decay_log, decay_bias, states)
-    integers = (key_heads, query_starts, reads, writes, ends)
+    integers = (query_starts, reads, writes, ends)
     num_heads, key_channels = states.shape[1], states.shape[3]
+    value_size = num_heads * value_channels
     fit = qkv.dtype in DTYPES and all(part.is_cpu and part.dtype == qkv.dtype for part in inputs)
     fit = fit and all(part.is_cpu and part.dtype == torch.float32 for part in wide) and states.is_contiguous()
     fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers)
-    fit = fit and states.shape[1:] == state_shape(num_heads, key_channels, value_channels)
-    if not fit or key_channels > MAX_KEY_CHANNELS:
+    fit = fit and states.shape[1:] == state_shape(num_heads, key_channels, value_channels) and group > 0
+    fit = fit and decay.shape == write_gate.shape == (qkv.shape[0], num_heads)
+    fit = fit and decay_log.shape == decay_bias.shape == (num_heads,) and 0 < key_channels <= MAX_KEY_CHANNELS
+    if not fit or (num_keys := (qkv.shape[1] - value_size) // (2 * key_channels)) < 1:
+        raise UnsupportedArguments
+    if qkv.shape[1] != 2 * num_keys * key_channels + value_size:
         raise UnsupportedArguments
     placed = [part.contiguous() for part in (*inputs, *wide, *integers)]
-    out = torch.empty(qkv.shape[0], num_heads * value_channels, dtype=qkv.dtype)
-    key_size = (qkv.shape[1] - out.shape[1]) // 2
-    sizes = reads.shape[0], num_heads, key_size, key_channels, value_channels
+    out = torch.empty(qkv.shape[0], value_size, dtype=qkv.dtype)
+    sizes = reads.shape[0], num_heads, num_keys, key_channels, value_channels, group
     cpp.gated_delta(*(part.data_ptr() for part in placed), out.data_ptr(), DTYPES[qkv.dtype], *sizes)
     return out

@@ -22,9 +22,9 @@ struct Call {
   const void *qkv, *decay, *write_gate;
   const float *decay_log, *decay_bias;
   float *states;
-  const int64_t *key_heads, *query_starts, *reads, *writes, *ends;
+  const int64_t *query_starts, *reads, *writes, *ends;
   void *out;
-  int64_t num_heads, key_size, key_channels, value_channels;  // key_size: channels of all key heads
+  int64_t num_heads, num_key_heads, key_channels, value_channels, group;
 };
 
 // ln(1 + x) for x from 0 to 1: 2 atanh(x / (2 + x)), by its Taylor series (error below 2^-30).
@@ -77,17 +77,18 @@ private:
     return call.states + ((index * call.num_heads + head) * num_panels + number) * size();
   }
   const char *at(const void *rows, int64_t element) const { return static_cast<const char *>(rows) + element * ELEMENT_BYTES<DTYPE>; }
-  int64_t row_of(int64_t t) const { return t * (2 * call.key_size + call.num_heads * call.value_channels); }
+  int64_t key_size() const { return call.num_key_heads * call.key_channels; }
+  int64_t row_of(int64_t t) const { return t * (2 * key_size() + call.num_heads * call.value_channels); }
 
   void prepare(int64_t first, int64_t count) {
     alignas(64) float decays[TOKENS] = {}, write_gates[TOKENS] = {};
-    const int64_t key = call.key_heads[head] * call.key_channels;
+    const int64_t key = head / call.group % call.num_key_heads * call.key_channels;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t gate = (first + t) * call.num_heads + head;
       decays[t] = ::first(load_elements<DTYPE>(at(call.decay, gate), 0, 1));
       write_gates[t] = ::first(load_elements<DTYPE>(at(call.write_gate, gate), 0, 1));
       normalise(at(call.qkv, row_of(first + t) + key), block.queries[t]);
-      normalise(at(call.qkv, row_of(first + t) + call.key_size + key), block.keys[t]);
+      normalise(at(call.qkv, row_of(first + t) + key_size() + key), block.keys[t]);
     }
     const Floats zero = splat(0.0f), rate = exp(splat(call.decay_log[head]));
     const Floats steps = multiply(rate, softplus(add(load(decays), splat(call.decay_bias[head]))));
@@ -123,7 +124,7 @@ private:
     for (int64_t v = 0; v < 2; ++v) {
       if (n < call.key_channels) even[v] = multiply_add(splat(keys[n]), load(from + n * COLUMNS + v * LANES), even[v]);
       const int64_t column = number * COLUMNS + v * LANES;
-      const void *value = at(call.qkv, row_of(t) + 2 * call.key_size + head * call.value_channels);
+      const void *value = at(call.qkv, row_of(t) + 2 * key_size() + head * call.value_channels);
       const Floats known = multiply(decay, add(even[v], odd[v]));
       deltas[v] = multiply(write_gate, subtract(load_elements<DTYPE>(value, column, call.value_channels), known));
       even[v] = odd[v] = splat(0.0f);
@@ -158,11 +159,11 @@ private:
 // qkv, decay, write_gate and out of one dtype; states [slots, heads, panels, key channels, COLUMNS]. Rows of `out` after
 // the last sequence are not written.
 OPERATOR(gated_delta, (const void *qkv, const void *decay, const void *write_gate, const float *decay_log, const float *decay_bias,
-                       float *states, const int64_t *key_heads, const int64_t *query_starts, const int64_t *reads, const int64_t *writes,
-                       const int64_t *ends, void *out, Dtype dtype, int64_t num_sequences, int64_t num_heads, int64_t key_size,
-                       int64_t key_channels, int64_t value_channels)) {
-  const Call call{qkv,   decay,  write_gate, decay_log, decay_bias, states,   key_heads,    query_starts,
-                  reads, writes, ends,       out,       num_heads,  key_size, key_channels, value_channels};
+                       float *states, const int64_t *query_starts, const int64_t *reads, const int64_t *writes,
+                       const int64_t *ends, void *out, Dtype dtype, int64_t num_sequences, int64_t num_heads, int64_t num_key_heads,
+                       int64_t key_channels, int64_t value_channels, int64_t group)) {
+  const Call call{qkv,    decay, write_gate, decay_log, decay_bias,    states,       query_starts,   reads,
+                  writes, ends,  out,        num_heads, num_key_heads, key_channels, value_channels, group};
   const int64_t num_panels = divide_up(value_channels, COLUMNS), count = num_sequences * num_heads * num_panels;
   const int64_t tokens = divide_up(query_starts[num_sequences], std::max<int64_t>(num_sequences, 1));  // mean of a sequence
   const int64_t size = rows_of_chunk(CHUNK_WORK, tokens * key_channels * COLUMNS);

@@ -15,7 +15,7 @@ def gated_delta(
     decay_log: Tensor,
     decay_bias: Tensor,
     states: Tensor,
-    key_heads: Tensor,
+    group: int,
     value_channels: int,
     query_starts: Tensor,
     reads: Tensor,
@@ -28,13 +28,14 @@ def gated_delta(
     M^T q. q and k are x / sqrt(sum(x^2) + 1e-6), and q is divided by sqrt(N). g = exp(-exp(decay_log) * softplus(decay
     + decay_bias)), beta = sigmoid(write_gate).
 
-    qkv [T, 2 * G * N + H * D] has the heads of q, k and v. Value head h uses the key head key_heads[h]. decay,
+    qkv [T, 2 * G * N + H * D] has the heads of q, k and v. Value head h uses the key head (h // group) % G. decay,
     write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. states [P, H, panels, N, COLUMNS] float32:
     M by panels of COLUMNS columns. query_starts, reads, writes, ends: as of `short_conv`. M is zero if reads[s] is -1.
     """
     num_keys, value_size = states.shape[3], states.shape[1] * value_channels
     key_size, padding = (qkv.shape[1] - value_size) // 2, states.shape[2] * COLUMNS - value_channels
     out = qkv.new_empty(qkv.shape[0], value_size)
+    heads = torch.arange(states.shape[1], device=qkv.device) // group % max(1, key_size // max(1, num_keys))
     for s, (read, write, kept) in enumerate(zip(*map(Tensor.tolist, (reads, writes, ends)), strict=True)):
         start, end = query_starts[s : s + 2].tolist()
         m = states[read] if read >= 0 else torch.zeros_like(states[0])
@@ -45,7 +46,7 @@ def gated_delta(
             if t == end:
                 break
             q, k, v = qkv[t].float().split((key_size, key_size, value_size))
-            q, k = (x.view(-1, num_keys)[key_heads] for x in (q, k))  # [H, N]
+            q, k = (x.view(-1, num_keys)[heads] for x in (q, k))  # [H, N]
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
             g = (-decay_log.exp() * softplus(decay[t].float() + decay_bias)).exp()
             m = g[:, None, None] * m

@@ -14,7 +14,7 @@ def gated_delta(
     decay_log: Tensor,
     decay_bias: Tensor,
     states: Tensor,
-    key_heads: Tensor,
+    group: int,
     value_channels: int,
     query_starts: Tensor,
     reads: Tensor,
@@ -33,16 +33,16 @@ def gated_delta(
             decay_log,
             decay_bias,
             states,
-            key_heads,
             query_starts,
             reads,
             writes,
             ends,
             out,
             num_heads,
-            (qkv.shape[1] - out.shape[1]) // 2,
+            (qkv.shape[1] - out.shape[1]) // (2 * key_channels),
             value_channels,
             key_channels,
+            group,
             SIZE=triton.next_power_of_2(key_channels),
             COLUMNS=columns,
         )
@@ -67,16 +67,16 @@ def _gated_delta(
     decay_log,
     decay_bias,
     states,
-    key_heads,
     query_starts,
     reads,
     writes,
     ends,
     out,
     num_heads,
-    key_size,
+    num_key_heads,
     value_channels,
     key_channels,
+    group,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -94,7 +94,7 @@ def _gated_delta(
     if (write >= 0) & (start < end) & (kept <= start):
         tl.store(states + write * slot_size + place, matrix, mask=in_rows[:, None])
     rate, bias = tl.exp(tl.load(decay_log + head)), tl.load(decay_bias + head)
-    key = tl.load(key_heads + head) * key_channels + row
+    key, key_size = head // group % num_key_heads * key_channels + row, num_key_heads * key_channels
     width = 2 * key_size + num_heads * value_channels
     scale = 1.0 / tl.sqrt(key_channels.to(tl.float32))
     for t in range(start, end):

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from kernels.gated_delta import gated_delta
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.paged_attention import paged_attention
 from kernels.short_conv import short_conv
 
 CACHE_OPERATORS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (kv_store, rope_and_store, paged_attention, short_conv)
+    function.__name__: function for function in (kv_store, rope_and_store, paged_attention, short_conv, gated_delta)
 }
 """The operators, by the names of their nodes."""
 CACHE_INDEX_PRODUCERS = {
@@ -17,10 +18,15 @@ CACHE_INDEX_PRODUCERS = {
     ("paged_attention", "block_tables"): {"block_tables"},
     ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
     ("paged_attention", "context_lengths"): {"context_lengths"},
-    ("short_conv", "states"): {"state"},
-    ("short_conv", "query_starts"): {"query_starts"},
-    ("short_conv", "reads"): {"state_reads"},
-    ("short_conv", "writes"): {"state_writes"},
-    ("short_conv", "ends"): {"state_ends"},
+} | {
+    (operator, argument): {producer}
+    for operator in ("short_conv", "gated_delta")
+    for argument, producer in {
+        "states": "state",
+        "query_starts": "query_starts",
+        "reads": "state_reads",
+        "writes": "state_writes",
+        "ends": "state_ends",
+    }.items()
 }
 """The entries of `functions.INDEX_PRODUCERS` for these operators. `state` is a recurrent state of the cache."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from conf.errors import UserError, shortened
 from kernels import build
 from kernels.kv_format import PARTS, PagedVectors, allocate
-from models.batch import KVCache, LayerState, StateShapes
+from models.batch import KVCache, LayerState, StateShape, StateShapes
 from models.capabilities import ModelCapabilities
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
@@ -114,10 +114,10 @@ class Description:
         vectors = (_vectors(cache_format, self.dtype, weights) for cache_format in self.cache_formats)
         meta = torch.device("meta")
         layers = [
-            LayerState(tuple(torch.empty(0, *shape, dtype=self.dtype, device=meta) for shape in shapes))
-            if shapes
+            LayerState(tuple(torch.empty(0, *state.shape, dtype=state.dtype, device=meta) for state in states))
+            if states
             else (next(vectors), next(vectors))
-            for shapes in self.states
+            for states in self.states
         ]
         return KVCache(layers, 0, 1, self.dtype)
 
@@ -262,13 +262,13 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
     return [entry for entry in entries if entry is not None], states
 
 
-def _read_state(entry: dict[str, Any], dtype: str) -> tuple[int, ...]:
+def _read_state(entry: dict[str, Any], dtype: str) -> StateShape:
     shape = tuple(entry["shape"])
     if any(type(size) is not int or size < 1 for size in shape) or math.prod(shape) >= 2**31:
         raise ValueError(f"a state has the shape {str(shape)[:40]}, expected 1 to 2**31 - 1 numbers")
-    if entry["dtype"] != dtype:
-        raise ValueError(f"a state has the dtype {str(entry['dtype'])[:40]}, expected {dtype}")
-    return shape
+    if entry["dtype"] not in (dtype, "float32"):
+        raise ValueError(f"a state has the dtype {str(entry['dtype'])[:40]}, expected {dtype} or float32")
+    return StateShape(shape, getattr(torch, entry["dtype"]))
 
 
 def _check_counts(

@@ -21,7 +21,7 @@ from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_
 from models.families.qwen2_moe import SharedExpertMoeBlock
 from models.layers.attention import Heads, attend
 from models.layers.gate import sigmoid
-from models.layers.gated_delta import DeltaHeads, DeltaInputs, GatedDeltaNet, check_ranks, group_heads, head_ranges
+from models.layers.gated_delta import DeltaHeads, DeltaInputs, GatedDeltaNet, check_ranks, head_ranges
 from models.layers.layer_types import FULL, check_layer_types
 from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
@@ -101,12 +101,13 @@ def read_hybrid(config: ConfigReader, intermediate_size: int | None = None) -> H
     if (num_taps := config.count("linear_conv_kernel_dim", 4)) < 2:
         problem = f"config.json: linear_conv_kernel_dim={num_taps} keeps no earlier token"
         raise UserError(f"{problem}: give at least 2")
+    key_channels, value_channels = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
     types, interval = config.raw("layer_types"), config.count("full_attention_interval", 4)
     if types is None:
         types = [LINEAR if (i + 1) % interval else FULL for i in range(shape.num_hidden_layers)]
     return HybridConfig(
         **vars(shape),
-        heads=group_heads(values, keys, config.count("linear_key_head_dim"), config.count("linear_value_head_dim")),
+        heads=DeltaHeads(values, keys, key_channels, value_channels, values // keys),
         num_taps=num_taps,
         is_recurrent=check_layer_types(types, LINEAR, shape.num_hidden_layers),
     )

@@ -5,7 +5,7 @@ T tokens, R output rows, E hidden channels, H value heads of D channels, G key h
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from kernels.gated_delta import gated_delta, state_shape
 from kernels.quantize_rows import Activations
 from kernels.short_conv import short_conv
 from models.batch import Batch, LayerState, StateShape, StateShapes
-from models.layers.constant import Constant
 from models.layers.linear import Linear, swiglu_for
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
@@ -32,8 +31,8 @@ class DeltaHeads:
     num_key_heads: int
     key_channels: int
     value_channels: int
-    key_heads: tuple[int, ...]
-    """The key head of each value head."""
+    group: int
+    """The consecutive value heads that share a key head. After the last key head, the first one follows again."""
 
     @property
     def key_size(self) -> int:
@@ -42,13 +41,6 @@ class DeltaHeads:
     @property
     def value_size(self) -> int:
         return self.num_value_heads * self.value_channels
-
-
-def group_heads(num_value_heads: int, num_key_heads: int, key_channels: int, value_channels: int) -> DeltaHeads:
-    """Return heads in which consecutive value heads share a key head."""
-    group = num_value_heads // num_key_heads
-    key_heads = tuple(head // group for head in range(num_value_heads))
-    return DeltaHeads(num_value_heads, num_key_heads, key_channels, value_channels, key_heads)
 
 
 class DeltaInputs(NamedTuple):
@@ -90,7 +82,6 @@ class GatedDeltaNet(Module):
             self.conv1d = nn.Conv1d(channels, channels, num_taps, groups=channels, bias=False)  # holds the weight
             self.A_log = nn.Parameter(torch.empty(heads.num_value_heads))
             self.dt_bias = nn.Parameter(torch.empty(heads.num_value_heads))
-        self.key_heads = Constant(torch.tensor(heads.key_heads, device="cpu"))
         matrices = state_shape(heads.num_value_heads, heads.key_channels, heads.value_channels)
         self.state_shapes: StateShapes = (
             StateShape((num_taps - 1, channels)),
@@ -111,19 +102,11 @@ class GatedDeltaNet(Module):
         self.check_ranks(tp)
         whole, num_taps = self.heads, self.conv1d.weight.shape[2]
         values = shard_heads(*self.num_heads, tp, rank).queries
-        keys = sorted({whole.key_heads[head] for head in values})
+        # in the order in which the rank's value heads use them
+        keys = [*dict.fromkeys(head // whole.group % whole.num_key_heads for head in values)]
         shards = self.shard_projections(keys, values)
-        self._set_heads(
-            DeltaHeads(
-                len(values),
-                len(keys),
-                whole.key_channels,
-                whole.value_channels,
-                tuple(keys.index(whole.key_heads[head]) for head in values),
-            ),
-            num_taps,
-            self.A_log.device,
-        )
+        heads = replace(whole, num_value_heads=len(values), num_key_heads=len(keys))
+        self._set_heads(heads, num_taps, self.A_log.device)
         shards["conv1d.weight"] = Shard(0, qkv_ranges(whole, keys, values))
         return shards | dict.fromkeys(("A_log", "dt_bias"), Shard(0, (values,)))
 
@@ -145,8 +128,7 @@ class GatedDeltaNet(Module):
         steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
         qkv = short_conv(inputs.qkv, taps, None, last_inputs, *steps)
         gates = inputs.decay, inputs.write_gate, self.A_log, self.dt_bias
-        key_heads = self.key_heads.on(qkv.device)
-        mixed = gated_delta(qkv, *gates, matrices, key_heads, self.heads.value_channels, *steps)
+        mixed = gated_delta(qkv, *gates, matrices, self.heads.group, self.heads.value_channels, *steps)
         mixed, gate = batch.attending(mixed), batch.attending(inputs.output_gate)
         normed = self.norm(mixed.view(-1, self.heads.value_channels)).view(mixed.shape)
         return self.out_proj(swiglu_for([self.out_proj], gate, normed), batch)

@@ -62,7 +62,10 @@ REFUSED_DELTA = [
     ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 keeps no earlier token"),
     ({"layer_types": [LINEAR, FULL]}, "is not a list of num_hidden_layers=4 types"),
     ({"layer_types": [LINEAR] * 4}, "all layers are 'linear_attention': at least one layer must be 'full_attention'"),
-    ({"layer_types": [FULL, "conv"] * 2}, "layer_types has 'conv', which is not supported: only 'linear_attention', 'f"),
+    (
+        {"layer_types": [FULL, "conv"] * 2},
+        "layer_types has 'conv', which is not supported: only 'linear_attention', 'f",
+    ),
     ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported: only 'float32', None"),
 ]
 

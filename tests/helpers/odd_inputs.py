@@ -138,7 +138,7 @@ def convolved(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
 
 def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     states, starts = torch.zeros(2, 2, *state_shape(1, 9, channels)[1:]), at(torch.tensor([0, rows]))
-    slots, heads = (at(torch.tensor([-1])), at(torch.tensor([1])), starts[1:]), at(torch.tensor([0, 0]))
+    slots = at(torch.tensor([-1])), at(torch.tensor([1])), starts[1:]
     inputs = (
         at(waves(rows, 18 + 2 * channels)),
         at(waves(rows, 2)),
@@ -146,7 +146,7 @@ def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
         at(waves(2)),
         at(waves(2) / 2),
     )
-    return gated_delta(*inputs, states, heads, channels, starts, *slots), states
+    return gated_delta(*inputs, states, 2, channels, starts, *slots), states
 
 
 CASES: dict[str, Case] = {

@@ -113,8 +113,8 @@ def rows() -> None:
     short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, *steps)
     short_conv(projected[:, :2048].contiguous(), torch.empty(3, 2048, dtype=BF16), None, states, *steps)
     gates, matrices = torch.empty(64, 32, dtype=BF16), torch.empty(8, 32, 4, 128, 32)
-    qkv, heads = torch.empty(64, 8192, dtype=BF16), torch.zeros(32, dtype=torch.int64)
-    gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, heads, 128, *steps)
+    qkv = torch.empty(64, 8192, dtype=BF16)
+    gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, 2, 128, *steps)
 
 
 def multiply(

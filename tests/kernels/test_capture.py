@@ -172,9 +172,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),
     "all_finite": lambda x: all_finite(x / x[0, 0]),
     "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
-    "gated_delta": lambda x: gated_delta(
-        x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, FIRST, 24, *SEQUENCES
-    ),
+    "gated_delta": lambda x: gated_delta(x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, 2, 24, *SEQUENCES),
 }
 
 

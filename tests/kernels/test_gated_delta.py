@@ -20,7 +20,7 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def in_float64(qkv: Tensor, gates: list[Tensor], key_heads: Tensor, sizes: tuple[int, int]) -> Tensor:
+def in_float64(qkv: Tensor, gates: list[Tensor], key_heads: list[int], sizes: tuple[int, int]) -> Tensor:
     """Return the result [T, H * D] of a whole sequence. `gates`: decay, write_gate, decay_log, decay_bias."""
     decay, write_gate, decay_log, decay_bias = (part.double() for part in gates)
     (num_keys, num_values), num_heads = sizes, len(key_heads)
@@ -39,15 +39,18 @@ def in_float64(qkv: Tensor, gates: list[Tensor], key_heads: Tensor, sizes: tuple
 
 @any_way
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("num_keys, num_values, key_heads, threads", [(8, 5, [0], 1), (33, 80, [0, 1, 0, 1], 3), (64, 32, [0, 0, 1], 2)])
+@each(
+    "num_keys, num_values, group, key_heads, threads",
+    [(8, 5, 1, [0], 1), (33, 80, 1, [0, 1, 0, 1], 3), (64, 32, 2, [0, 0, 1], 2)],
+)
 @poisoned()
 def test_any_cut_has_the_bits_of_the_whole(
-    num_keys: int, num_values: int, key_heads: list[int], threads: int, dtype: torch.dtype
+    num_keys: int, num_values: int, group: int, key_heads: list[int], threads: int, dtype: torch.dtype
 ) -> None:
     """All sequences together, and each in pieces whose states pass through slots with old values. Drafts follow the
     pieces."""
     set_threads(threads)
-    num_heads, num_tokens, heads = len(key_heads), sum(LENGTHS), torch.tensor(key_heads)
+    num_heads, num_tokens = len(key_heads), sum(LENGTHS)
     qkv = noise(num_tokens, 2 * (max(key_heads) + 1) * num_keys + num_heads * num_values, dtype=dtype, seed=1)
     gates = [3 * noise(num_tokens, num_heads, dtype=dtype, seed=seed) for seed in (2, 3)]
     gates += [noise(num_heads, dtype=torch.float32, seed=seed) for seed in (4, 5)]
@@ -55,11 +58,11 @@ def test_any_cut_has_the_bits_of_the_whole(
     starts, generator = torch.tensor([0, *LENGTHS]).cumsum(0), torch.Generator().manual_seed(6)
     states = torch.full((NUM_SLOTS, *state_shape(num_heads, num_keys, num_values)), torch.nan)
     reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])
-    whole = gated_delta(qkv, *gates, states, heads, num_values, starts, reads, writes, starts[1:])
+    whole = gated_delta(qkv, *gates, states, group, num_values, starts, reads, writes, starts[1:])
     assert states[[1, 2, 4, 5]].isnan().all()  # of no sequence, or of one without a token
     pieces = [slice(start, start + length) for start, length in zip(starts.tolist(), LENGTHS, strict=False) if length]
     inputs = [(qkv[piece], [gates[0][piece], gates[1][piece], *gates[2:]]) for piece in pieces]
-    expected = torch.cat([in_float64(*parts, heads, (num_keys, num_values)) for parts in inputs])
+    expected = torch.cat([in_float64(*parts, key_heads, (num_keys, num_values)) for parts in inputs])
     error = (whole.double() - expected).square().mean().sqrt()
     assert error <= TOLERANCES[dtype] * expected.square().mean().sqrt()
     for s, start, length in zip(range(5), starts.tolist(), LENGTHS, strict=False):
@@ -72,7 +75,7 @@ def test_any_cut_has_the_bits_of_the_whole(
             starts_of_piece = torch.tensor([0, end + num_drafts - first])
             slots = torch.tensor([[read], [write], [end - first]])
             parts = qkv[piece], gates[0][piece], gates[1][piece], *gates[2:]
-            result = gated_delta(*parts, state, heads, num_values, starts_of_piece, *slots)
+            result = gated_delta(*parts, state, group, num_values, starts_of_piece, *slots)
             assert result.equal(whole[piece])
             read = write if len(result) else read
         if length and writes[s] >= 0:

@@ -97,8 +97,8 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         ops.short_conv, wide, randn(3, 22, dtype=dtype), None, states, starts, *torch.tensor([[-1], [1], [num_rows]])
     )
     gates, states, slots = (randn(num_rows, 2, dtype=dtype), wide[:, :2]), torch.zeros(2, 2, 1, 8, 32), starts[:1]
-    heads, steps = torch.tensor([0, 0]), (starts, slots - 1, slots + 1, starts[1:])
-    opcheck(ops.gated_delta, wide, *gates, *randn(2, 2), states, heads, 25, *steps)
+    steps = (starts, slots - 1, slots + 1, starts[1:])
+    opcheck(ops.gated_delta, wide, *gates, *randn(2, 2), states, 2, 25, *steps)
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)

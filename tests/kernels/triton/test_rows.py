@@ -261,12 +261,12 @@ def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
 
 @each("dtype, num_keys, num_values", [(torch.float32, 24, 40), (torch.bfloat16, 16, 32), (torch.float16, 33, 5)])
 def test_gated_delta(dtype: torch.dtype, num_keys: int, num_values: int) -> None:
-    arguments, key_heads = recurrent_steps(), torch.tensor([0, 1, 1])
+    arguments = recurrent_steps()
     qkv, gates = noise(8, 4 * num_keys + 3 * num_values, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
     logs, states = noise(2, 3, dtype=torch.float32, seed=2), noise(5, 3, 2, num_keys, 32, dtype=torch.float32, seed=3)
     states = states[:, :, : -(-num_values // 32)].contiguous()
     ours, theirs = states.clone().to(DEVICE), states.clone()
-    inputs = [qkv, *gates, *logs, theirs, key_heads, num_values, *arguments]
+    inputs = [qkv, *gates, *logs, theirs, 2, num_values, *arguments]
     placed = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in inputs]
     placed[5] = ours
     result = kernels.gated_delta.triton.gated_delta(*placed)
