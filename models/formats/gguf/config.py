@@ -40,8 +40,8 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
         raise UserError(
             f"{header.path} holds a vocabulary and no tensors: give it as model.tokenizer=FILE, and a model as model.path"
         )
-    prefix, per_layer = f"{architecture}.", f"{architecture}.{PER_LAYER.get(architecture)}"
-    listed = next((key for key in header.arrays if key.startswith(prefix) and key != per_layer), None)
+    prefix, array = f"{architecture}.", f"{architecture}.{ARRAYS.get(architecture)}"
+    listed = next((key for key in header.arrays if key.startswith(prefix) and key != array), None)
     if listed is not None:
         raise UserError(
             f"{header.path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
@@ -97,15 +97,18 @@ def _has_bias(file: GGUFMetadata, module: str) -> bool:
     return f"blk.0.{module}.bias" in file.tensors
 
 
-def _shape(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of a decoder with rotary attention, except partial_rotary_factor."""
+def _shape(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
+    """Return the keys of a decoder with rotary attention, except partial_rotary_factor.
+
+    `inner_size`: the default of files without feed_forward_length, whose layers are all mixtures.
+    """
     read = file.read
     heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
     head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
     read.expect("attention.value_length", (head_dim,), head_dim)
     return {
         "hidden_size": hidden_size,
-        "intermediate_size": read.count("feed_forward_length"),
+        "intermediate_size": read.count("feed_forward_length", inner_size),
         "num_hidden_layers": read.count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": read.count("attention.head_count_kv", heads),
@@ -379,7 +382,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 
 def _lfm2(file: GGUFMetadata, architecture: str = "lfm2") -> dict[str, Any]:
     """Return the keys of LFM2. Layers without key heads are convolutions."""
-    shape, key = _decoder(file), f"{architecture}.{PER_LAYER[architecture]}"
+    shape, key = _decoder(file), f"{architecture}.{ARRAYS[architecture]}"
     counts = file.header.numbers(key, "i", shape["num_hidden_layers"])
     numbers = {count for count in counts if count}
     if len(numbers) != 1 or min(counts) < 0:
@@ -413,8 +416,47 @@ def _lfm2_moe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-PER_LAYER = dict.fromkeys(("lfm2", "lfm2moe"), "attention.head_count_kv")
-"""The key that has a value for each layer, by architecture."""
+def _qwen35(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
+    """Return the keys of Qwen3.5. The file's last layers may be for multi-token prediction, which is not loaded."""
+    read, shape = file.read, _shape(file, inner_size)
+    channels, values = rotary_channels(file, shape["head_dim"]), read.count("ssm.time_step_rank")
+    inner_size = read.count("ssm.inner_size")
+    if inner_size % values:
+        raise UserError(
+            f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of ssm.time_step_rank={values}"
+        )
+    shape["num_hidden_layers"] -= read.get("nextn_predict_layers", int, 0)
+    return shape | {
+        "model_type": "qwen3_5_text",
+        "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
+        "rope_scaling": rope_scaling(file, channels),
+        "linear_num_key_heads": read.count("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": read.count("ssm.state_size"),
+        "linear_value_head_dim": inner_size // values,
+        "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
+        "full_attention_interval": read.count("full_attention_interval", 4),
+    }
+
+
+def _qwen35_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Qwen3.5-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
+    file.read.expect("expert_gating_func", (SOFTMAX, None), None)
+    file.read.expect("expert_weights_norm", (True, None), None)
+    width = file.read.count("expert_feed_forward_length")
+    return _qwen35(file, width) | {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": file.read.count("expert_count"),
+        "num_experts_per_tok": file.read.count("expert_used_count"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": file.read.count("expert_shared_feed_forward_length", width),
+    }
+
+
+ARRAYS = dict.fromkeys(("lfm2", "lfm2moe"), "attention.head_count_kv") | dict.fromkeys(
+    ("qwen35", "qwen35moe"), "rope.dimension_sections"
+)
+"""The key that may have an array, by architecture. The sections of the rotary embedding have no effect on text."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen": _qwen,
@@ -431,5 +473,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "bloom": _bloom,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35_moe,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""

@@ -11,6 +11,7 @@ ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 OUTSIDE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+BARE_NAME = re.compile(r"blk\.(\d+)\.(\w+)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
 
@@ -32,6 +33,8 @@ class TensorLayout:
     """Modules whose weight is [C, K] in the file and [C, 1, K] in Hugging Face's layout."""
     norm_offset: float = 0.0
     """Offset of the file's norm weights over Hugging Face's; Hugging Face's model adds the offset itself."""
+    plain_norms: tuple[str, ...] = ()
+    """Suffixes of the names of norm weights without this offset."""
     settings: tuple[str, ...] = (ROTARY_FACTORS,)
     """Tensors that are read with the config and belong to no module."""
 
@@ -45,6 +48,8 @@ class TensorLayout:
                 return f"{self.layers}.{match[1]}.{self.in_layer[path]}"
             if module in self.in_layer:
                 return f"{self.layers}.{match[1]}.{self.in_layer[module]}.{leaf}"
+        if (match := BARE_NAME.fullmatch(name)) and match[2] in self.in_layer:
+            return f"{self.layers}.{match[1]}.{self.in_layer[match[2]]}"
         if (match := EXPERT_NAME.fullmatch(name)) and match[2] in self.in_expert:
             return self._expert_name(match[1], match[3], self.in_expert[match[2]])
         return name
@@ -233,6 +238,32 @@ LFM2 = TensorLayout(
     experts="feed_forward.experts",
     depthwise=("conv",),
 )
+QWEN35 = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        "attn_norm": "input_layernorm",
+        **ATTENTION,
+        **HEAD_NORMS,
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "post_attention_norm": "post_attention_layernorm",
+        **MLP,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"{name}_shexp": f"mlp.shared_expert.{hf_name}" for name, hf_name in GATED_MLP.items()},
+    },
+    in_expert=GATED_MLP,
+    depthwise=("conv1d",),
+    norm_offset=1.0,
+    plain_norms=("linear_attn.norm.weight",),
+)
 LAYOUTS = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -241,6 +272,8 @@ LAYOUTS = {
     "qwen2": LLAMA,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3,
+    "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": QWEN35,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "phi3": PHI3,

@@ -61,12 +61,17 @@ DEEPSEEK_V3_PATTERNS = (
 )
 LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), whole_words_first=True, adds_bos=True)
 QWEN2 = PreTokenizer((QWEN_PATTERN,), is_nfc=True)
+QWEN35_PATTERN = QWEN_PATTERN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+"""Qwen 2's, with combining marks as parts of words."""
 BY_THREE_DIGITS = PreTokenizer((LLAMA3_PATTERN,))
 PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "gpt-2": PreTokenizer((GPT2_PATTERN,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2_PATTERN)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    "qwen35": PreTokenizer((QWEN35_PATTERN,), is_nfc=True),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), BY_THREE_DIGITS),
     "gpt-4o": PreTokenizer((GPT4O_PATTERN,)),
     "tekken": PreTokenizer((TEKKEN_PATTERN,), whole_words_first=True, adds_bos=True),
@@ -75,6 +80,6 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
-"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3 (and LFM2), Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
+"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3 (and LFM2), Qwen, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
 BLOOM.
 """

@@ -3,12 +3,14 @@
 The result is config.json keys, and weights with Hugging Face's names, shapes and row order, dequantised during reading.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from conf.errors import UserError
@@ -18,9 +20,11 @@ from models.formats.gguf.config import read_gguf_config
 from models.formats.gguf.halves import find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
+from models.formats.gguf.orders import column_orders, row_orders
 from models.formats.gguf.tensors import STORED, read_bytes, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
-from models.formats.rotary_rows import deinterleave_rows
+
+LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -39,39 +43,6 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-@dataclass(frozen=True)
-class RowOrder:
-    """How to restore the row order of a tensor that llama.cpp's converter permuted."""
-
-    restore: Callable[[Tensor], Tensor]
-    multiple: int
-    """The number of rows must be a multiple of this."""
-
-
-def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
-    """Return the orders of permuted weights and biases, by the last component of the module name.
-
-    `config`: from read_gguf_config.
-    """
-    model_type = config.require("model_type", str)
-    if model_type == "bloom":
-        heads = config.count("n_head")
-        return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
-    if model_type in ("llama", "mistral", "mixtral"):
-        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        return {
-            name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))
-            for name, key in counts.items()
-        }
-    return {}
-
-
-def group_by_head(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows grouped by head: query, key, value. `tensor`: [3 * heads * D, ...] with all queries first."""
-    ordered: Tensor = tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-    return ordered
-
-
 class GGUFWeights:
     """The tensors of a model's files with Hugging Face's names, as CodedWeights. Memory holds one tensor at a time.
 
@@ -84,14 +55,17 @@ class GGUFWeights:
         """`config`: from read_gguf_config. Raises UserError if two tensors have the same Hugging Face name."""
         self.path = headers[0].path
         self._layout = LAYOUTS[config.require("model_type", str)]
-        self._row_orders = row_orders(config)
+        self._row_orders, self._column_orders = row_orders(config), column_orders(config)
         self._sources: dict[str, TensorInfo] = {}
         tensors = all_tensors(headers)
         self._halves = find_halves(tensors)
+        num_layers = config.get("num_hidden_layers", int, len(tensors))
         half_names = {name for halves in self._halves.values() for name in halves.names}
         for name, tensor in tensors.items():
             if name in self._layout.settings or name in half_names:
                 continue
+            if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
+                continue  # it predicts further tokens
             for hf_name, source in _hugging_face_tensors(self._layout, name, tensor).items():
                 if hf_name in self._sources or hf_name in self._halves:
                     raise UserError(f"{tensor.path} holds {hf_name} twice: the second is in {name!r}")
@@ -104,8 +78,13 @@ class GGUFWeights:
         return {
             name.removesuffix(".weight"): source.type.name
             for name, source in self._sources.items()
-            if source.type not in STORED and len(source.shape) == 2
+            if source.type not in STORED and len(source.shape) == 2 and self._keeps_columns(name, source)
         }
+
+    def _keeps_columns(self, name: str, source: TensorInfo) -> bool:
+        """Return whether the codes of a tensor can be permuted as its columns are: a head must be of whole blocks."""
+        order = self._column_orders.get(name.split(".")[-2])
+        return order is None or source.shape[1] // order.multiple % GGML_QUANT_SIZES[source.type][0] == 0
 
     def keep_codes(self, modules: Iterable[str]) -> None:
         for module in modules:
@@ -119,14 +98,17 @@ class GGUFWeights:
         for name in names:
             tensor = self._read(name)
             module = name.split(".")[-2]
-            if self._layout.norm_offset and module.endswith("norm"):
+            if self._layout.norm_offset and module.endswith("norm") and not name.endswith(self._layout.plain_norms):
                 tensor = tensor - self._layout.norm_offset
+            if name.endswith(".A_log"):  # the file has -exp(A_log)
+                tensor = (-tensor).log()
             if order := self._row_orders.get(module):
-                if tensor.shape[0] % order.multiple:
-                    raise UserError(
-                        f"{self.path}: {name} has {tensor.shape[0]} rows, expected a multiple of {order.multiple}"
-                    )
+                if not order.fits(tensor.shape[0]):
+                    wanted = f"{order.first} and a multiple of {order.multiple}"
+                    raise UserError(f"{self.path}: {name} has {tensor.shape[0]} rows, expected {wanted}")
                 tensor = order.restore(tensor)
+            if order := self._column_orders.get(module):
+                tensor = order.restore(tensor.T).T.contiguous()
             yield name, tensor
 
     def _read(self, name: str) -> Tensor:

@@ -1,0 +1,85 @@
+"""Restore Hugging Face's order of the heads in tensors that llama.cpp's converter permuted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.config import ConfigReader
+from models.formats.rotary_rows import deinterleave_rows
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How to restore the row order of a tensor."""
+
+    permute: Callable[[Tensor], Tensor]
+    multiple: int
+    """The number of permuted rows must be a multiple of this."""
+    first: int = 0
+    """The first permuted row."""
+
+    def fits(self, num_rows: int) -> bool:
+        return num_rows >= self.first and (num_rows - self.first) % self.multiple == 0
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        return torch.cat((tensor[: self.first], self.permute(tensor[self.first :])))
+
+
+def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
+    """Return the orders of permuted parameters, by the last component of the module name.
+
+    `config`: from read_gguf_config.
+    """
+    model_type = config.require("model_type", str)
+    if model_type == "bloom":
+        heads = config.count("n_head")
+        return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
+    if model_type in ("llama", "mistral", "mixtral"):
+        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        return {
+            name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))
+            for name, key in counts.items()
+        }
+    if (order := value_head_order(config)) is None:
+        return {}
+    qkv = RowOrder(
+        order.permute, order.multiple, 2 * config.count("linear_num_key_heads") * config.count("linear_key_head_dim")
+    )
+    names = ("in_proj_z", "in_proj_a", "in_proj_b", "linear_attn")  # the last has A_log and dt_bias
+    return dict.fromkeys(names, order) | dict.fromkeys(("in_proj_qkv", "conv1d"), qkv)
+
+
+def column_orders(config: ConfigReader) -> dict[str, RowOrder]:
+    """Return the orders of the columns of permuted weights, as `row_orders` does."""
+    order = value_head_order(config)
+    return {} if order is None else {"out_proj": order}
+
+
+def value_head_order(config: ConfigReader) -> RowOrder | None:
+    """Return the order of the value heads of Qwen3.5, which the file stores as llama.cpp repeats key heads.
+
+    The heads of a file are head 0 of each key head, then head 1 of each, and so on. None: no head is permuted.
+    """
+    if config.require("model_type", str) not in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return None
+    keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    return (
+        None
+        if values == keys or values % keys
+        else RowOrder(partial(group_by_key, num_keys=keys, group=values // keys), values)
+    )
+
+
+def group_by_head(tensor: Tensor, heads: int) -> Tensor:
+    """Return the rows grouped by head: query, key, value. `tensor`: [3 * heads * D, ...] with all queries first."""
+    ordered: Tensor = tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    return ordered
+
+
+def group_by_key(tensor: Tensor, num_keys: int, group: int) -> Tensor:
+    """Return the rows grouped by key head. `tensor`: [group * num_keys * D, ...] with head 0 of each key head first."""
+    ordered: Tensor = tensor.unflatten(0, (group, num_keys, -1)).transpose(0, 1).flatten(0, 2)
+    return ordered
