@@ -90,11 +90,11 @@ def build(folder: Path, name: str, **changes: Any) -> Any:
     return write_random(folder, model_class._from_config(config_class(**settings), attn_implementation="eager"))
 
 
-def assert_equals_transformers(file: Path, reference: Any) -> None:
+def assert_equals_transformers(file: Path, reference: Any, tolerance: float = TOLERANCE) -> None:
     """Compare logits at every position, and greedy tokens."""
     engine = engine_of(file)
     prompts = random_prompts(96)
     for prompt in prompts:
         with torch.no_grad():
             expected = reference(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=tolerance, rtol=0)

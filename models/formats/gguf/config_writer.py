@@ -19,6 +19,7 @@ from models.families.gpt2 import GPT2Config
 from models.families.lfm2 import Lfm2Config
 from models.families.lfm2_moe import Lfm2MoeConfig
 from models.families.qwen import QwenConfig
+from models.families.qwen3_next import HybridConfig, HybridMoeConfig
 from models.formats.gguf.decoder_keys import (
     add_decoder,
     add_gemma2,
@@ -34,6 +35,9 @@ from models.formats.gguf.decoder_keys import (
 )
 
 log = logging.getLogger(__name__)
+
+TEXT_SECTIONS = [11, 11, 10, 0]
+"""The sections of Qwen3.5's rotary embedding. llama.cpp requires the key. They have no effect on text."""
 
 
 def architecture_of(model_type: str, config: Any) -> str:
@@ -157,6 +161,30 @@ def _add_without_rotary(
     writer.add_layer_norm_eps(c.layer_norm_epsilon)
 
 
+def _add_qwen35(writer: GGUFWriter, c: HybridConfig) -> None:
+    """Write the keys of Qwen3.5. llama.cpp derives the attention layers from an interval."""
+    interval = 1 + c.recurrent_layers.index(False)
+    if any(is_recurrent != bool(i % interval) for i, is_recurrent in enumerate(c.recurrent_layers, 1)):
+        raise unsupported("layer_types without full_attention in every n-th layer")
+    heads = c.heads
+    add_decoder(writer, c)
+    writer.add_rope_dimension_sections(TEXT_SECTIONS)
+    writer.add_ssm_conv_kernel(c.num_taps)
+    writer.add_ssm_state_size(heads.key_channels)
+    writer.add_ssm_group_count(heads.num_key_heads)
+    writer.add_ssm_time_step_rank(heads.num_value_heads)
+    writer.add_ssm_inner_size(heads.value_size)
+    writer.add_full_attention_interval(interval)
+
+
+def _add_qwen35_moe(writer: GGUFWriter, c: HybridMoeConfig) -> None:
+    _add_qwen35(writer, c)
+    writer.add_expert_count(c.mixture.num_experts)
+    writer.add_expert_used_count(c.mixture.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(c.mixture.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+
+
 WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "llama": ("llama", add_llama),
     "mistral": ("llama", add_llama),
@@ -165,6 +193,8 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "qwen2": ("qwen2", add_qwen2),
     "qwen3": ("qwen3", add_qwen2),
     "qwen3_moe": ("qwen3moe", add_qwen3_moe),
+    "qwen3_5_text": ("qwen35", _add_qwen35),
+    "qwen3_5_moe_text": ("qwen35moe", _add_qwen35_moe),
     "gemma2": ("gemma2", add_gemma2),
     "gemma3_text": ("gemma3", add_gemma3),
     "phi3": ("phi3", add_phi3),

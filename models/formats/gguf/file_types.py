@@ -28,7 +28,7 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
 WITH_MINIMUM = {T.Q4_0: T.Q4_1, T.Q5_0: T.Q5_1}
 MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
 # as in the converter: routers, positions, convolutions
-ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight", "shortconv.conv.weight")
+ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
 VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 SHORTER_BLOCKS = {T.Q3_K: T.Q4_0, T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
 """Types for rows whose length is not a multiple of 256."""

@@ -1,7 +1,7 @@
 """Restore Hugging Face's order of the heads in tensors that llama.cpp's converter permuted."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,34 +43,43 @@ def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
             name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))
             for name, key in counts.items()
         }
-    if (order := value_head_order(config)) is None:
-        return {}
-    qkv = RowOrder(
-        order.permute, order.multiple, 2 * config.count("linear_num_key_heads") * config.count("linear_key_head_dim")
-    )
-    names = ("in_proj_z", "in_proj_a", "in_proj_b", "linear_attn")  # the last has A_log and dt_bias
-    return dict.fromkeys(names, order) | dict.fromkeys(("in_proj_qkv", "conv1d"), qkv)
+    numbers = _value_heads(config)
+    return {} if numbers is None else value_row_orders(*numbers)
 
 
 def column_orders(config: ConfigReader) -> dict[str, RowOrder]:
     """Return the orders of the columns of permuted weights, as `row_orders` does."""
-    order = value_head_order(config)
-    return {} if order is None else {"out_proj": order}
+    return {} if (heads := _value_heads(config)) is None else value_column_orders(*heads[:2])
 
 
-def value_head_order(config: ConfigReader) -> RowOrder | None:
-    """Return the order of the value heads of Qwen3.5, which the file stores as llama.cpp repeats key heads.
-
-    The heads of a file are head 0 of each key head, then head 1 of each, and so on. None: no head is permuted.
-    """
+def _value_heads(config: ConfigReader) -> tuple[int, int, int] | None:
+    """Return the arguments of `value_row_orders` for a file. None: its architecture permutes no value heads."""
     if config.require("model_type", str) not in ("qwen3_5_text", "qwen3_5_moe_text"):
         return None
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
-    return (
-        None
-        if values == keys or values % keys
-        else RowOrder(partial(group_by_key, num_keys=keys, group=values // keys), values)
-    )
+    return None if values % keys else (values // keys, keys, 2 * keys * config.count("linear_key_head_dim"))
+
+
+def value_row_orders(group: int, num_keys: int, first_value: int) -> dict[str, RowOrder]:
+    """Return the orders of Qwen3.5's rows of value heads, as `row_orders` does.
+
+    Hugging Face groups value heads by key head. llama.cpp has head 0 of each key head, then head 1 of each, and so on.
+    `group`: value heads per key head. `first_value`: the first row of values after queries and keys. With `group` and
+    `num_keys` exchanged, the orders are llama.cpp's of Hugging Face's tensors.
+    """
+    order, values = _value_order(group, num_keys), ("in_proj_z", "in_proj_a", "in_proj_b", "linear_attn")
+    after_keys = replace(order, first=first_value)
+    # linear_attn has A_log and dt_bias
+    return dict.fromkeys(values, order) | dict.fromkeys(("in_proj_qkv", "conv1d"), after_keys)
+
+
+def value_column_orders(group: int, num_keys: int) -> dict[str, RowOrder]:
+    """Return the orders of Qwen3.5's columns of value heads, as `value_row_orders` does."""
+    return {"out_proj": _value_order(group, num_keys)}
+
+
+def _value_order(group: int, num_keys: int) -> RowOrder:
+    return RowOrder(partial(group_by_key, group=group, num_keys=num_keys), group * num_keys)
 
 
 def group_by_head(tensor: Tensor, heads: int) -> Tensor:
@@ -79,7 +88,7 @@ def group_by_head(tensor: Tensor, heads: int) -> Tensor:
     return ordered
 
 
-def group_by_key(tensor: Tensor, num_keys: int, group: int) -> Tensor:
+def group_by_key(tensor: Tensor, group: int, num_keys: int) -> Tensor:
     """Return the rows grouped by key head. `tensor`: [group * num_keys * D, ...] with head 0 of each key head first."""
     ordered: Tensor = tensor.unflatten(0, (group, num_keys, -1)).transpose(0, 1).flatten(0, 2)
     return ordered
