@@ -64,6 +64,21 @@ NEOX: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+QWEN35 = {
+    "image_token_id": 248056, "tie_word_embeddings": False, "video_token_id": 248057,
+    "vision_config": {"model_type": "qwen3_5"}, "vision_end_token_id": 248054, "vision_start_token_id": 248053,
+}  # fmt: skip
+QWEN35_TEXT = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": 248044,
+    "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+    "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "pad_token_id": None,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_parameters": {"mrope_interleaved": True,
+    "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+}  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-3-4b-it": {
         "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
@@ -119,6 +134,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 18944, "max_position_embeddings": 128000, "model_type": "qwen2_5_vl",
         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
         "vocab_size": 152064,
+    },
+    "Qwen3.5-27B": {
+        **QWEN35, "architectures": ["Qwen3_5ForConditionalGeneration"], "language_model_only": False,
+        "model_type": "qwen3_5", "text_config": {**QWEN35_TEXT, "hidden_size": 5120, "intermediate_size": 17408,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16, "linear_num_value_heads": 48,
+        "model_type": "qwen3_5_text", "num_attention_heads": 24, "num_hidden_layers": 64,
+        "num_key_value_heads": 4, "output_gate_type": "swish"},
+    },
+    "Qwen3.5-35B-A3B": {
+        **QWEN35, "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "text_config": {**QWEN35_TEXT, "hidden_size": 2048,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10, "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "num_attention_heads": 16,
+        "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512},
+    },
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+        "num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
     "Qwen3-VL-30B-A3B-Instruct": {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
