@@ -67,6 +67,22 @@ class WindowedConfig(DecoderConfig):
         return replace(super().capabilities, has_windows=any(window is not None for window in self.windows))
 
 
+@dataclass(frozen=True)
+class RecurrentConfig(DecoderConfig):
+    """The config of a model in which some layers are recurrent instead of attention."""
+
+    is_recurrent: tuple[bool, ...]
+    """For each layer."""
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, is_recurrent=any(self.recurrent_layers))
+
+    @property
+    def recurrent_layers(self) -> tuple[bool, ...]:
+        return self.is_recurrent[: self.num_hidden_layers]
+
+
 def read_decoder_config(
     config: ConfigReader,
     rms_norm_eps: float | None = None,

@@ -116,7 +116,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("Qwen3-MoE", "qwen3_moe.read_config", "qwen3_moe.Qwen3Moe"),
     "qwen3_5_moe_text": Architecture("Qwen3.5-MoE, Qwen3.6-MoE", "qwen3_5.read_moe_config", "qwen3_5.Qwen35Moe"),
     "qwen3_5_text": Architecture("Qwen3.5, Qwen3.6", "qwen3_5.read_config", "qwen3_5.Qwen35"),
-    "qwen3_next": Architecture("Qwen3-Next", "qwen3_next.read_config", "qwen3_next.Qwen3Next"),
+    "qwen3_next": Architecture("Qwen3-Next", "qwen3_next_config.read_mixtures", "qwen3_next.Qwen3Next"),
     "seed_oss": Architecture("Seed-OSS", "seed_oss.read_config", "seed_oss.SeedOss"),
     "starcoder2": Architecture("StarCoder 2", "starcoder2.read_config", "starcoder2.Starcoder2"),
     "smollm3": Architecture("SmolLM3", "smollm3.read_config", "smollm3.SmolLM3"),

@@ -4,7 +4,7 @@ T tokens, H query heads, G key/value heads, D channels per head. Module names ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
-from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
+from models.decoder import DecoderLayer, DecoderLM, RecurrentConfig
 from models.layers.attention import Heads, attend, merge_qkv
 from models.layers.layer_types import FULL, check_layer_types
 from models.layers.linear import Linear
@@ -30,20 +29,10 @@ CONV = "conv"
 
 
 @dataclass(frozen=True)
-class Lfm2Config(DecoderConfig):
+class Lfm2Config(RecurrentConfig):
     num_taps: int
     """The tokens that a convolution reads, with the token itself."""
     conv_bias: bool
-    is_recurrent: tuple[bool, ...]
-    """For each layer."""
-
-    @property
-    def capabilities(self) -> ModelCapabilities:
-        return replace(super().capabilities, is_recurrent=any(self.recurrent_layers))
-
-    @property
-    def recurrent_layers(self) -> tuple[bool, ...]:
-        return self.is_recurrent[: self.num_hidden_layers]
 
 
 def read_config(config: ConfigReader) -> Lfm2Config:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from kernels.quantize_rows import Activations
 from models.batch import Batch
 from models.config import ConfigReader
-from models.families.qwen3_next import HybridConfig, HybridLM, HybridMoeConfig, make_layers, make_mixtures, read_hybrid
-from models.families.qwen3_next import read_config as read_next_config
+from models.families.qwen3_next import HybridLM, make_layers, make_mixtures
+from models.families.qwen3_next_config import HybridConfig, HybridMoeConfig, read_hybrid, read_mixtures
 from models.layers.gated_delta import DeltaHeads, DeltaInputs, GatedDeltaNet, head_ranges, qkv_ranges
 from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
@@ -17,17 +17,17 @@ from models.sharding import Shard
 
 
 def read_config(config: ConfigReader) -> HybridConfig:
-    """Read config.json. Raises UserError as `qwen3_next.read_config` does."""
+    """Read config.json. Raises UserError as `read_hybrid` does."""
     config.raw("mlp_only_layers")  # without effect on a dense model
     return read_hybrid(config)
 
 
 def read_moe_config(config: ConfigReader) -> HybridMoeConfig:
-    """Read config.json. All layers are mixtures. Raises UserError as `qwen3_next.read_config` does."""
+    """Read config.json. All layers are mixtures. Raises UserError as `read_hybrid` does."""
     config.expect("norm_topk_prob", (True, None), None)
     config.expect("mlp_only_layers", ([], None), None)
     config.expect("decoder_sparse_step", (1, None), None)
-    return read_next_config(config)
+    return read_mixtures(config)
 
 
 class DeltaNet(GatedDeltaNet):

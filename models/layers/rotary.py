@@ -19,6 +19,10 @@ Angles: TypeAlias = tuple[Tensor, Tensor]
 """cos and sin of the rotation angles of each token's channel pairs, [T, D/2] each."""
 
 
+MULTIMODAL = ("mrope_section", "mrope_interleaved")
+"""Settings without effect on text: the three positions of a text token are equal, so all sections rotate alike."""
+
+
 class AnglesByLayer(NamedTuple):
     """The angles of a model whose sliding-window layers use other frequencies than its full-attention layers."""
 
@@ -82,8 +86,6 @@ def read_rotary_config(
     theta = scaling.positive("rope_theta", theta)
     if partial_rotary_factor is None:
         scaling.expect("partial_rotary_factor", (None, 1), None)
-    for key in ("mrope_section", "mrope_interleaved"):
-        scaling.raw(key)  # the three positions of a text token are equal, so all sections rotate alike
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
     kind = scaling.expect(
         "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"
@@ -108,7 +110,7 @@ def read_rotary_config(
             raise UserError("config.json: rope_theta=1.0 leaves yarn no wavelengths to choose from")
     elif kind == "dynamic" and head_dim == 2:
         raise UserError("config.json: dynamic rope_scaling needs a head_dim above 2")
-    if unknown := scaling.unread():
+    if unknown := [key for key in scaling.unread() if key not in MULTIMODAL]:
         raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
     return RotaryConfig(head_dim, max_position_embeddings, theta, kind, **fields)
 

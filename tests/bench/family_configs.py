@@ -58,11 +58,36 @@ ROUTED = {
     "topk_group": 1,
     "num_hidden_layers": 5,
 }
+HYBRID: dict[str, Any] = {  # heads of Qwen3.5-0.8B
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+}
+HYBRID_MIXTURE = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 8,
+}
 CHATGLM = {"model_type": "chatglm", "hidden_size": 1536, "num_attention_heads": 12, "num_layers": 14}
 CHATGLM_IDS = {"bos_token_id": 130004, "mask_token_id": 130000, "gmask_token_id": 130001}
 
 CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their own
     "llama": LLAMA,
+    "qwen3_next": {**HYBRID, **HYBRID_MIXTURE, "vocab_size": 151936},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **HYBRID_MIXTURE},
     "lfm2_moe": {
         "hidden_size": 1024,
         "intermediate_size": 3584,

@@ -27,9 +27,11 @@ SCHEMES = {
 }
 
 
-def added_by_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def added_by_torch(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None
+) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, weight_offset), total
 
 
 @each("scheme", SCHEMES)

@@ -270,13 +270,12 @@ void short_conv(Step &step) {
   const Tensor &starts = step.field("query_starts", QUERY_STARTS), &reads = step.field("reads", STATE_READS);
   const Tensor &writes = step.field("writes", STATE_WRITES), &ends = step.field("ends", STATE_ENDS), &states = step.state("states");
   const Tensor projected = step.tensor("projected"), weight = step.tensor("weight");
-  require_fit(weight.rank() == 2 && weight.shape[0] > 1 && weight.shape[1] > 0 && weight.type == states.type);
+  require_fit(weight.rank() == 2 && projected.rank() == 2 && weight.shape[0] > 1 && weight.shape[1] > 0 && weight.type == states.type);
   const int64_t num_taps = weight.shape[0], channels = weight.shape[1], num_tokens = starts.as<int64_t>()[reads.shape[0]];
-  const bool is_gated = is_of(projected, weight.type, {num_tokens, 3 * channels});
-  require_fit((is_gated || is_of(projected, weight.type, {num_tokens, channels})) && states.shape == Sizes{1, num_taps - 1, channels});
+  require_fit(is_of(projected, weight.type, {num_tokens, (projected.last() == 3 * channels ? 3 : 1) * channels}) && states.shape == Sizes{1, num_taps - 1, channels});
   const Tensor bias = checked_tensor(step.optional("bias"), weight.type, {channels}), out = empty(weight.type, {num_tokens, channels});
   call_kernel("short_conv", projected.data, weight.data, bias.data, states.data, starts.data, reads.data, writes.data, ends.data, out.data,
-              dtype_of(weight.type), is_gated, reads.shape[0], num_taps, channels);
+              dtype_of(weight.type), projected.last() == 3 * channels, reads.shape[0], num_taps, channels);
   step.set_result(0, out);
 }
 

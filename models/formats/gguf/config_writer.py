@@ -19,7 +19,7 @@ from models.families.gpt2 import GPT2Config
 from models.families.lfm2 import Lfm2Config
 from models.families.lfm2_moe import Lfm2MoeConfig
 from models.families.qwen import QwenConfig
-from models.families.qwen3_next import HybridConfig, HybridMoeConfig
+from models.families.qwen3_next_config import HybridConfig, HybridMoeConfig
 from models.formats.gguf.decoder_keys import (
     add_decoder,
     add_gemma2,

@@ -64,6 +64,12 @@ class TensorInfo:
     """In bytes, from the start of the file."""
     num_bytes: int
 
+    @property
+    def block_size(self) -> int:
+        """The numbers of a row that share a block."""
+        size: int = GGML_QUANT_SIZES[self.type][0]
+        return size
+
 
 @dataclass(frozen=True)
 class GGUFHeader:

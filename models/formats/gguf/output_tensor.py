@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from conf.errors import UserError
-from models.families.qwen3_next import HybridConfig
+from models.families.qwen3_next_config import HybridConfig
 from models.formats.base import WeightFile
 from models.formats.gguf.imatrix import ImportanceMatrix
 from models.formats.gguf.names import TensorLayout

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from conf.errors import UserError
@@ -84,7 +83,7 @@ class GGUFWeights:
     def _keeps_columns(self, name: str, source: TensorInfo) -> bool:
         """Return whether the codes of a tensor can be permuted as its columns are: a head must be of whole blocks."""
         order = self._column_orders.get(name.split(".")[-2])
-        return order is None or source.shape[1] // order.multiple % GGML_QUANT_SIZES[source.type][0] == 0
+        return order is None or source.shape[1] // order.multiple % source.block_size == 0
 
     def keep_codes(self, modules: Iterable[str]) -> None:
         for module in modules:

@@ -1,0 +1,52 @@
+"""The gated attention of Qwen3-Next and Qwen3.5 (arXiv 2505.06708).
+
+T tokens, R output rows, E hidden channels, H query heads, G key/value heads, D channels per head.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
+from models.batch import Batch, LayerCache
+from models.layers.attention import Heads, attend
+from models.layers.gate import sigmoid
+from models.layers.linear import Linear, MergedLinear
+from models.layers.module import Module
+from models.layers.norm import RMSNorm
+from models.layers.rotary import Angles
+
+
+class GatedAttention(Module):
+    """Grouped-query attention with norms of queries and keys. A gate multiplies its outputs."""
+
+    def __init__(self, hidden_size: int, heads: Heads, eps: float, norm_weight_offset: float | None) -> None:
+        """`eps` and `norm_weight_offset`: of the norms, as of `RMSNorm`."""
+        super().__init__()
+        self.heads = heads
+        queries, keys = heads.num_attention_heads * heads.head_dim, heads.num_key_value_heads * heads.head_dim
+        outputs = {"q_proj": 2 * queries, "k_proj": keys, "v_proj": keys}  # a query and its gate, for each head
+        layers = {name: Linear(hidden_size, size, bias=False) for name, size in outputs.items()}
+        self.qkv = MergedLinear(self, layers)
+        self.q_norm = RMSNorm(heads.head_dim, eps, norm_weight_offset)
+        self.k_norm = RMSNorm(heads.head_dim, eps, norm_weight_offset)
+        self.o_proj = Linear(queries, hidden_size, bias=False)
+
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return self.qkv.layers
+
+    def fuse(self) -> None:
+        self.qkv.merge()
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        head_dim = self.heads.head_dim
+        gated_query, key, value = (y.unflatten(-1, (-1, head_dim)) for y in self.qkv(x, batch))
+        query, gate = gated_query.unflatten(1, (-1, 2)).unbind(2)  # [T, H, D] each
+        query = self.q_norm(query.reshape(-1, head_dim)).view(query.shape)
+        key = self.k_norm(key.reshape(-1, head_dim)).view(key.shape)  # [T, G, D]
+        query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
+        attended = attend(query, cache, batch, head_dim**-0.5)
+        return self.o_proj(attended * sigmoid(batch.attending(gate).flatten(1)), batch)
