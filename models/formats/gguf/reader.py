@@ -103,7 +103,7 @@ class GGUFWeights:
                 tensor = (-tensor).log()
             if order := self._row_orders.get(module):
                 if not order.fits(tensor.shape[0]):
-                    wanted = f"{order.first} and a multiple of {order.multiple}"
+                    wanted = f"{f'{order.first} and ' if order.first else ''}a multiple of {order.multiple}"
                     raise UserError(f"{self.path}: {name} has {tensor.shape[0]} rows, expected {wanted}")
                 tensor = order.restore(tensor)
             if order := self._column_orders.get(module):

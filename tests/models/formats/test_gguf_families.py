@@ -23,6 +23,7 @@ from models.formats.gguf.config import read_gguf_config
 from models.formats.gguf.header import GGUFHeader, TensorInfo
 from models.formats.gguf.reader import GGUFWeights
 from models.formats.gguf.rotary import partial_rotary_factor
+from models.formats.gguf.writer import write_gguf
 from models.layers.linear import Linear
 from quantization.linear import BlockMethod
 from tests.helpers.builders import all_logits, complete, engine_of
@@ -37,6 +38,7 @@ from tests.helpers.gguf_models import (
     assert_equals_transformers,
     build,
 )
+from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import random_prompts
 
 # Row lengths are multiples of 32, the block of Q8_0, and there are few layers, which keeps errors small.
@@ -461,3 +463,22 @@ def test_key_heads_of_each_layer_are_checked(counts: list[Any] | None, message: 
     tensors = {"token_embd.weight": tensor, "blk.0.attn_norm.weight": tensor, "blk.1.attn_norm.weight": tensor}
     with pytest.raises(UserError, match=message):
         read_gguf_config([GGUFHeader(Path("a.gguf"), scalars, arrays, tensors)])
+
+
+@torch.inference_mode()
+def test_value_heads_of_blocks_are_put_in_order(tmp_path: Path) -> None:
+    """Heads of 64 channels are whole blocks of Q8_0. A block of Q6_K has four of them, so `out_proj` becomes floats."""
+    (tmp_path / "model").mkdir()
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
+    HYBRID["qwen3_5_text"].write(tmp_path / "model", **sizes)
+    for dtype, tolerance in (("q8_0", 0.01), ("q6_k", 0.04)):  # a step of the codes, of weights up to 0.7
+        file = tmp_path / f"{dtype}.gguf"
+        write_gguf(open_checkpoint(tmp_path / "model", False), file, dtype)
+        layers = [engine_of(path).executor.model.layers[0].linear_attn for path in (file, tmp_path / "model")]
+        assert isinstance(layers[0].out_proj.method, BlockMethod) is (dtype == "q8_0")
+        assert isinstance(layers[0].in_proj_qkv.method, BlockMethod)
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
+            actual, expected = (getattr(layer, name)(torch.eye(256), None) for layer in layers)
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(layers[0].A_log, layers[1].A_log)
+        assert layers[0].conv1d.weight.equal(layers[1].conv1d.weight)
