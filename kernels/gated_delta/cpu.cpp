@@ -54,16 +54,16 @@ public:
   void advance(int64_t sequence) {
     const int64_t start = call.query_starts[sequence], end = call.query_starts[sequence + 1];
     const int64_t read = call.reads[sequence], write = call.writes[sequence], kept = call.ends[sequence];
-    alignas(64) float own[MAX_KEY_CHANNELS * COLUMNS];
+    alignas(64) float working[MAX_KEY_CHANNELS * COLUMNS];
     float *const stored = write < 0 ? nullptr : slot(write);
-    const float *from = read < 0 ? own : slot(read);
-    if (read < 0) std::fill_n(own, size(), 0.0f);
+    const float *from = read < 0 ? working : slot(read);
+    if (read < 0) std::fill_n(working, size(), 0.0f);
     if (stored && kept <= start && stored != from) std::memcpy(stored, from, size() * sizeof(float));
     for (int64_t first = start; first < end; first += TOKENS) {
       const int64_t count = std::min(TOKENS, end - first);
       prepare(first, count);
       for (int64_t t = 0; t < count; ++t) {
-        float *const to = stored && first + t == kept - 1 ? stored : own;
+        float *const to = stored && first + t == kept - 1 ? stored : working;
         step(first + t, t, from, to);
         from = to;
       }

@@ -100,14 +100,14 @@ class GatedDeltaNet(Module):
         Raises UserError for more ranks than value heads.
         """
         self.check_ranks(tp)
-        whole, num_taps = self.heads, self.conv1d.weight.shape[2]
+        layer_heads, num_taps = self.heads, self.conv1d.weight.shape[2]
         values = shard_heads(*self.num_heads, tp, rank).queries
         # in the order in which the rank's value heads use them
-        keys = [*dict.fromkeys(head // whole.group % whole.num_key_heads for head in values)]
+        keys = [*dict.fromkeys(head // layer_heads.group % layer_heads.num_key_heads for head in values)]
         shards = self.shard_projections(keys, values)
-        heads = replace(whole, num_value_heads=len(values), num_key_heads=len(keys))
+        heads = replace(layer_heads, num_value_heads=len(values), num_key_heads=len(keys))
         self._set_heads(heads, num_taps, self.A_log.device)
-        shards["conv1d.weight"] = Shard(0, qkv_ranges(whole, keys, values))
+        shards["conv1d.weight"] = Shard(0, qkv_ranges(layer_heads, keys, values))
         return shards | dict.fromkeys(("A_log", "dt_bias"), Shard(0, (values,)))
 
     def check_ranks(self, tp: int) -> None:

@@ -42,8 +42,10 @@ class ShortConv(Module):
     def shard(self, tp: int, rank: int) -> dict[str, Shard]:
         """Keep a rank's channels of in_proj and the convolution. Return the shards of their tensors by name."""
         weight = self.conv.weight
-        whole, channels = len(weight), shard_channels(len(weight), tp, rank)
-        sections = tuple(range(start + channels.start, start + channels.stop) for start in (0, whole, 2 * whole))
+        num_channels, channels = len(weight), shard_channels(len(weight), tp, rank)
+        sections = tuple(
+            range(start + channels.start, start + channels.stop) for start in (0, num_channels, 2 * num_channels)
+        )
         shards = {f"in_proj.{name}": shard for name, shard in self.in_proj.shard(sections).items()}
         size, num_taps, has_bias = len(channels), weight.shape[2], self.conv.bias is not None
         self.conv = nn.Conv1d(size, size, num_taps, groups=size, bias=has_bias, device=weight.device)
