@@ -45,7 +45,6 @@ class DeltaNet(GatedDeltaNet):
         return *self.qkvz.layers, *self.gates.layers
 
     def fuse(self) -> None:
-        super().fuse()
         self.qkvz.merge()
         self.gates.merge()
 

@@ -16,6 +16,7 @@ from kernels.gated_delta import gated_delta, state_shape
 from kernels.quantize_rows import Activations
 from kernels.short_conv import short_conv
 from models.batch import Batch, LayerState, StateShape, StateShapes
+from models.layers.depthwise_conv import DepthwiseConv
 from models.layers.linear import Linear, swiglu_for
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
@@ -79,7 +80,7 @@ class GatedDeltaNet(Module):
     def _set_heads(self, heads: DeltaHeads, num_taps: int, device: torch.device) -> None:
         self.heads, channels = heads, 2 * heads.key_size + heads.value_size
         with device:
-            self.conv1d = nn.Conv1d(channels, channels, num_taps, groups=channels, bias=False)  # holds the weight
+            self.conv1d = DepthwiseConv(channels, num_taps, bias=False)
             self.A_log = nn.Parameter(torch.empty(heads.num_value_heads))
             self.dt_bias = nn.Parameter(torch.empty(heads.num_value_heads))
         matrices = state_shape(heads.num_value_heads, heads.key_channels, heads.value_channels)
@@ -87,7 +88,6 @@ class GatedDeltaNet(Module):
             StateShape((num_taps - 1, channels)),
             StateShape(matrices, torch.float32),  # rounding accumulates
         )
-        self._taps: Tensor | None = None
 
     @property
     def num_heads(self) -> tuple[int, int]:
@@ -114,19 +114,11 @@ class GatedDeltaNet(Module):
         """Raise UserError for more ranks than value heads."""
         check_ranks(tp, self.heads.num_value_heads, "value heads")
 
-    def fuse(self) -> None:
-        self._taps = self._taps_by_channel()
-
-    def _taps_by_channel(self) -> Tensor:
-        """Return the weight as the kernel reads it: [K, channels]."""
-        return self.conv1d.weight.detach().squeeze(1).T.contiguous()
-
     def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
         """Return [T, E], in the last layer [R, E]."""
-        taps = self._taps_by_channel() if self._taps is None else self._taps
         inputs, (last_inputs, matrices) = self.project(x, batch), states.tensors
         steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
-        qkv = short_conv(inputs.qkv, taps, None, last_inputs, *steps)
+        qkv = short_conv(inputs.qkv, self.conv1d.taps, None, last_inputs, *steps)
         gates = inputs.decay, inputs.write_gate, self.A_log, self.dt_bias
         mixed = gated_delta(qkv, *gates, matrices, self.heads.group, self.heads.value_channels, *steps)
         mixed, gate = batch.attending(mixed), batch.attending(inputs.output_gate)

@@ -5,11 +5,12 @@ T tokens, R output rows, E hidden channels, K taps.
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.quantize_rows import Activations
 from kernels.short_conv import short_conv
 from models.batch import Batch, LayerState, StateShape, StateShapes
+from models.layers.depthwise_conv import DepthwiseConv
 from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.rotary import Angles
@@ -19,16 +20,15 @@ from models.sharding import Shard, shard_channels
 class ShortConv(Module):
     """out_proj(c * conv(b * x)), where in_proj's output is b | c | x. It has no activation."""
 
+    num_heads = None
+    """It is made of channels."""
+
     def __init__(self, hidden_size: int, num_taps: int, bias: bool) -> None:
         super().__init__()
         self.in_proj = Linear(hidden_size, 3 * hidden_size, bias)
-        self.conv = nn.Conv1d(hidden_size, hidden_size, num_taps, groups=hidden_size, bias=bias)  # holds the weight
+        self.conv = DepthwiseConv(hidden_size, num_taps, bias)
         self.out_proj = Linear(hidden_size, hidden_size, bias)
         self.state_shapes: StateShapes = (StateShape((num_taps - 1, hidden_size)),)
-        self._taps: Tensor | None = None
-
-    num_heads = None
-    """It is made of channels."""
 
     @property
     def readers(self) -> Sequence[Linear]:
@@ -48,20 +48,12 @@ class ShortConv(Module):
         )
         shards = {f"in_proj.{name}": shard for name, shard in self.in_proj.shard(sections).items()}
         size, num_taps, has_bias = len(channels), weight.shape[2], self.conv.bias is not None
-        self.conv = nn.Conv1d(size, size, num_taps, groups=size, bias=has_bias, device=weight.device)
+        self.conv = DepthwiseConv(size, num_taps, has_bias, weight.device)
         self.state_shapes = (StateShape((num_taps - 1, size)),)
         return shards | {f"conv.{name}": Shard(0, (channels,)) for name, _ in self.conv.named_parameters()}
 
-    def fuse(self) -> None:
-        self._taps = self._taps_by_channel()
-
-    def _taps_by_channel(self) -> Tensor:
-        """Return the weight as the kernel reads it: [K, E]."""
-        return self.conv.weight.detach().squeeze(1).T.contiguous()
-
     def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
         """Return [T, E], in the last layer [R, E]."""
-        taps = self._taps_by_channel() if self._taps is None else self._taps
         steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
-        mixed = short_conv(self.in_proj(x, batch), taps, self.conv.bias, states.tensors[0], *steps)
+        mixed = short_conv(self.in_proj(x, batch), self.conv.taps, self.conv.bias, states.tensors[0], *steps)
         return self.out_proj(batch.attending(mixed), batch)
