@@ -158,11 +158,11 @@ def build_graph(
 ) -> Graph:
     """Return the calls of a graph, including its weights.
 
-    The graph's inputs are, in this order, the `fields` of a batch, the keys and values and then the recurrent states of
-    `cache`, whose numbers of blocks and slots do not matter, `weights`, and the adapter tables of the layers `adapted`.
-    `embed(function, *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is
-    not sharded. `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the
-    product takes floats.
+    The graph's inputs are, in this order: the `fields` of a batch, the keys and values of `cache`, its recurrent states,
+    `weights`, and the adapter tables of the layers `adapted`. `cache` may have no blocks and slots. `embed(function,
+    *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
+    `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
+    floats.
 
     Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
     out of bounds.

@@ -41,7 +41,7 @@ class DeltaNet(GatedDeltaNet):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `decoder.Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return *self.qkvz.layers, *self.gates.layers
 
     def fuse(self) -> None:

@@ -32,7 +32,7 @@ class JoinedDeltaNet(GatedDeltaNet):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `decoder.Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return self.in_proj_qkvz, self.in_proj_ba
 
     def project(self, x: Activations, batch: Batch) -> DeltaInputs:

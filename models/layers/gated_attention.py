@@ -35,7 +35,7 @@ class GatedAttention(Module):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `decoder.Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return self.qkv.layers
 
     def fuse(self) -> None:
