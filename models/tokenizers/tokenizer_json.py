@@ -6,6 +6,7 @@ lists the classes of the families here, FAMILIES the class of each family.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from models.config import read_json
-from models.tokenizers.tiktoken import QWEN_PATTERN
+from models.tokenizers.tiktoken import QWEN35_PATTERN, QWEN_PATTERN
 
 FILE = "tokenizer.json"
 Settings = dict[str, Any]
@@ -44,9 +45,9 @@ def _set_gpt2_steps(backend: Tokenizer, settings: Settings) -> None:
     backend.decoder = decoders.ByteLevel()
 
 
-def _set_qwen2_steps(backend: Tokenizer, settings: Settings) -> None:
+def _set_qwen_steps(pattern: str, backend: Tokenizer, settings: Settings) -> None:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False)
-    cut = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
     backend.decoder = decoders.ByteLevel()
@@ -59,10 +60,12 @@ def _set_gemma_steps(backend: Tokenizer, settings: Settings) -> None:
 
 
 END = "<|endoftext|>"
+QWEN_TOKENS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), END)
 CLASSES = {
     "LlamaTokenizer": TokenizerClass(_set_llama_steps, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
     "GPT2Tokenizer": TokenizerClass(_set_gpt2_steps, {"unk_token": END, "bos_token": END, "eos_token": END}),
-    "Qwen2Tokenizer": TokenizerClass(_set_qwen2_steps, {"unk_token": END, "eos_token": END, "pad_token": END}),
+    "Qwen2Tokenizer": TokenizerClass(partial(_set_qwen_steps, QWEN_PATTERN), QWEN_TOKENS),
+    "Qwen3_5Tokenizer": TokenizerClass(partial(_set_qwen_steps, QWEN35_PATTERN), QWEN_TOKENS),
     "GemmaTokenizer": TokenizerClass(
         _set_gemma_steps, {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
     ),
@@ -72,8 +75,9 @@ AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer"
 FAMILIES = {
     **dict.fromkeys("gpt2 opt phi starcoder2".split(), "GPT2Tokenizer"),
     **dict.fromkeys(
-        "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe".split(), "Qwen2Tokenizer"
+        "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next".split(), "Qwen2Tokenizer"
     ),
+    **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text".split(), "Qwen3_5Tokenizer"),
     **dict.fromkeys("gemma2 gemma3 gemma3_text".split(), "GemmaTokenizer"),
     **dict.fromkeys(
         """
@@ -84,7 +88,8 @@ FAMILIES = {
     ),
 }
 """transformers class by `model_type`; "": transformers uses the file unchanged, and ignores the settings."""
-OWN_CLASS_WINS = ("qwen2", "phi3")  # over the settings, which are wrong on the hub
+OWN_CLASS_WINS = "phi3 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text".split()
+"""Families whose settings name a wrong class on the hub."""
 UNREAD = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
 """Settings that only transformers supports."""
 

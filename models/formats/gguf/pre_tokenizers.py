@@ -7,7 +7,7 @@ src/llama-vocab.cpp. Several patterns apply in sequence, each to the pieces of t
 from dataclasses import dataclass
 
 from models.tokenizers.runner_form import GPT2_PATTERN
-from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
+from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN35_PATTERN, QWEN_PATTERN
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ DEEPSEEK_V3_PATTERNS = (
 )
 LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), whole_words_first=True, adds_bos=True)
 QWEN2 = PreTokenizer((QWEN_PATTERN,), is_nfc=True)
-QWEN35_PATTERN = QWEN_PATTERN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
-    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
-)
-"""Qwen 2's, with combining marks as parts of words."""
 BY_THREE_DIGITS = PreTokenizer((LLAMA3_PATTERN,))
 PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "gpt-2": PreTokenizer((GPT2_PATTERN,)),
