@@ -10,15 +10,9 @@ from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.gated_delta import reference
 from kernels.operator import UnsupportedArguments, operator
+from kernels.state_panels import are_supported, state_shape
 
 __all__ = ["gated_delta", "state_shape"]
-
-MAX_KEY_CHANNELS = 256
-
-
-def state_shape(num_heads: int, key_channels: int, value_channels: int) -> tuple[int, int, int, int]:
-    """Return the shape of one slot's state [H, panels, N, COLUMNS]."""
-    return num_heads, -(-value_channels // reference.COLUMNS), key_channels, reference.COLUMNS
 
 
 @operator(
@@ -45,21 +39,18 @@ def gated_delta(
     ends: Tensor,
 ) -> Tensor:
     """Return [T, H * D], as `reference.gated_delta` does. The bits of a row depend only on its sequence."""
-    inputs, wide = (qkv, decay, write_gate), (decay_log, decay_bias, states)
-    integers = (query_starts, reads, writes, ends)
+    inputs, of_heads, slots = (qkv, decay, write_gate), (decay_log, decay_bias), (query_starts, reads, writes, ends)
     num_heads, key_channels = states.shape[1], states.shape[3]
     value_size = num_heads * value_channels
-    fit = qkv.dtype in DTYPES and all(part.is_cpu and part.dtype == qkv.dtype for part in inputs)
-    fit = fit and all(part.is_cpu and part.dtype == torch.float32 for part in wide) and states.is_contiguous()
-    fit = fit and all(part.is_cpu and part.dtype == torch.int64 for part in integers)
-    fit = fit and states.shape[1:] == state_shape(num_heads, key_channels, value_channels) and group > 0
+    fit = qkv.dtype in DTYPES and all(part.is_cpu and part.dtype == qkv.dtype for part in inputs) and group > 0
+    fit = fit and all(part.is_cpu and part.dtype == torch.float32 and part.shape == (num_heads,) for part in of_heads)
     fit = fit and decay.shape == write_gate.shape == (qkv.shape[0], num_heads)
-    fit = fit and decay_log.shape == decay_bias.shape == (num_heads,) and 0 < key_channels <= MAX_KEY_CHANNELS
+    fit = fit and are_supported(states, value_channels, *slots)
     if not fit or (num_keys := (qkv.shape[1] - value_size) // (2 * key_channels)) < 1:
         raise UnsupportedArguments
     if qkv.shape[1] != 2 * num_keys * key_channels + value_size:
         raise UnsupportedArguments
-    placed = [part.contiguous() for part in (*inputs, *wide, *integers)]
+    placed = [part.contiguous() for part in (*inputs, *of_heads, states, *slots)]
     out = torch.empty(qkv.shape[0], value_size, dtype=qkv.dtype)
     sizes = reads.shape[0], num_heads, num_keys, key_channels, value_channels, group
     cpp.gated_delta(*(part.data_ptr() for part in placed), out.data_ptr(), DTYPES[qkv.dtype], *sizes)

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import softplus
 
-COLUMNS = 32
-"""The columns of a panel. The last panel is padded."""
+from kernels.state_panels import advance
 
 
 def gated_delta(
@@ -29,30 +28,23 @@ def gated_delta(
     + decay_bias)), beta = sigmoid(write_gate).
 
     qkv [T, 2 * G * N + H * D] has the heads of q, k and v. Value head h uses the key head (h // group) % G. decay,
-    write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. states [P, H, panels, N, COLUMNS] float32:
-    M by panels of COLUMNS columns. query_starts, reads, writes, ends: as of `short_conv`. M is zero if reads[s] is -1.
+    write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. states, query_starts, reads, writes, ends:
+    as of `state_panels.advance`.
     """
     num_keys, value_size = states.shape[3], states.shape[1] * value_channels
-    key_size, padding = (qkv.shape[1] - value_size) // 2, states.shape[2] * COLUMNS - value_channels
-    out = qkv.new_empty(qkv.shape[0], value_size)
+    key_size, out = (qkv.shape[1] - value_size) // 2, qkv.new_empty(qkv.shape[0], value_size)
     heads = torch.arange(states.shape[1], device=qkv.device) // group % max(1, key_size // max(1, num_keys))
-    for s, (read, write, kept) in enumerate(zip(*map(Tensor.tolist, (reads, writes, ends)), strict=True)):
-        start, end = query_starts[s : s + 2].tolist()
-        m = states[read] if read >= 0 else torch.zeros_like(states[0])
-        m = m.transpose(1, 2).flatten(2)[..., :value_channels]  # [H, N, D]
-        for t in range(start, end + 1):
-            if t == kept and write >= 0 and start < end:
-                states[write] = pad(m, (0, padding)).unflatten(2, (-1, COLUMNS)).transpose(1, 2)
-            if t == end:
-                break
-            q, k, v = qkv[t].float().split((key_size, key_size, value_size))
-            q, k = (x.view(-1, num_keys)[heads] for x in (q, k))  # [H, N]
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-            g = (-decay_log.exp() * softplus(decay[t].float() + decay_bias)).exp()
-            m = g[:, None, None] * m
-            delta = write_gate[t].float().sigmoid()[:, None] * (
-                v.view(len(g), value_channels) - (k[..., None] * m).sum(1)
-            )
-            m = m + k[..., None] * delta[:, None]
-            out[t] = ((q[..., None] * m).sum(1) * num_keys**-0.5).flatten()
+
+    def update(t: int, m: Tensor) -> Tensor:
+        q, k, v = qkv[t].float().split((key_size, key_size, value_size))
+        q, k = (x.view(-1, num_keys)[heads] for x in (q, k))  # [H, N]
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        g = (-decay_log.exp() * softplus(decay[t].float() + decay_bias)).exp()
+        m = g[:, None, None] * m
+        delta = write_gate[t].float().sigmoid()[:, None] * (v.view(len(g), value_channels) - (k[..., None] * m).sum(1))
+        m = m + k[..., None] * delta[:, None]
+        out[t] = ((q[..., None] * m).sum(1) * num_keys**-0.5).flatten()
+        return m
+
+    advance(states, value_channels, query_starts, reads, writes, ends, update)
     return out

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.state_panels.triton import first_panel, softplus
+
 
 def gated_delta(
     qkv: Tensor,
@@ -55,11 +57,6 @@ def _unit(x):
 
 
 @triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-
-
-@triton.jit
 def _gated_delta(
     qkv,
     decay,
@@ -80,19 +77,12 @@ def _gated_delta(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    sequence, head, panel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, column = tl.arange(0, SIZE), tl.arange(0, COLUMNS)
-    in_rows, value = row < key_channels, panel * COLUMNS + column
-    in_columns = value < value_channels
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row, value = tl.arange(0, SIZE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = row < key_channels, value < value_channels
     start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    read, write, kept = tl.load(reads + sequence), tl.load(writes + sequence), tl.load(ends + sequence)
-    place = row[:, None] * COLUMNS + column
-    states += (head * tl.num_programs(2) + panel) * key_channels * COLUMNS
-    slot_size = num_heads * tl.num_programs(2) * key_channels * COLUMNS
-    is_read = in_rows[:, None] & (tl.full([SIZE, COLUMNS], read, tl.int64) >= 0)
-    matrix = tl.load(states + read * slot_size + place, mask=is_read, other=0.0)
-    if (write >= 0) & (start < end) & (kept <= start):
-        tl.store(states + write * slot_size + place, matrix, mask=in_rows[:, None])
+    matrix, stored, is_stored = first_panel(states, reads, writes, ends, start, end, key_channels, SIZE, COLUMNS)
+    last = tl.load(ends + sequence) - 1
     rate, bias = tl.exp(tl.load(decay_log + head)), tl.load(decay_bias + head)
     key, key_size = head // group % num_key_heads * key_channels + row, num_key_heads * key_channels
     width = 2 * key_size + num_heads * value_channels
@@ -105,10 +95,10 @@ def _gated_delta(
         v = tl.load(token + at, mask=in_columns, other=0.0).to(tl.float32)
         step = tl.load(decay + t * num_heads + head).to(tl.float32) + bias
         beta = 1.0 / (1.0 + tl.exp(-tl.load(write_gate + t * num_heads + head).to(tl.float32)))
-        matrix *= tl.exp(-rate * _softplus(step))
+        matrix *= tl.exp(-rate * softplus(step))
         delta = beta * (v - tl.sum(k[:, None] * matrix, 0))
         matrix += k[:, None] * delta
         y = tl.sum(q[:, None] * matrix, 0) * scale
         tl.store(out + (t * num_heads + head) * value_channels + value, y.to(out.dtype.element_ty), mask=in_columns)
-        if (write >= 0) & (t == kept - 1):
-            tl.store(states + write * slot_size + place, matrix, mask=in_rows[:, None])
+        if t == last:
+            tl.store(stored, matrix, mask=is_stored)

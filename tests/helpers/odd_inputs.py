@@ -22,6 +22,7 @@ from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
 from kernels.short_conv import short_conv
 from kernels.soft_cap import soft_cap
+from kernels.ssd import ssd
 from kernels.swiglu import swiglu
 from kernels.take_channels import take_channels
 
@@ -146,7 +147,14 @@ def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
         at(waves(2)),
         at(waves(2) / 2),
     )
-    return gated_delta(*inputs, states, 2, channels, starts, *slots), states
+    steps, of_heads = (starts, *slots), inputs[3:]
+    other_states = torch.zeros_like(states)
+    return (
+        gated_delta(*inputs, states, 2, channels, *steps),
+        ssd(*inputs[:2], *of_heads, at(waves(2)), other_states, 2, channels, 0.1, 2.0, *steps),
+        states,
+        other_states,
+    )
 
 
 CASES: dict[str, Case] = {
@@ -163,7 +171,7 @@ CASES: dict[str, Case] = {
         layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
     ],
     "short_conv": lambda rows, channels, at: convolved(rows, channels, at),
-    "gated_delta": recurred,
+    "gated_delta and ssd": recurred,
     "soft_cap": lambda rows, channels, at: [soft_cap(at(waves(rows, channels)), 0.5)],
     "take_channels": lambda rows, channels, at: [
         take_channels(at(waves(rows, channels)), at(torch.arange(channels).flip(0)))

@@ -25,6 +25,7 @@ from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_nor
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
 from kernels.short_conv.triton import short_conv
+from kernels.ssd.triton import ssd
 from kernels.swiglu.triton import swiglu, swiglu_quantize
 from tests.helpers.cache_formats import NAMES, formats_of
 from tests.helpers.triton_cases import EXPERT_FORMATS, FP8
@@ -115,6 +116,8 @@ def rows() -> None:
     gates, matrices = torch.empty(64, 32, dtype=BF16), torch.empty(8, 32, 4, 128, 32)
     qkv = torch.empty(64, 8192, dtype=BF16)
     gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, 2, 128, *steps)
+    matrices, xbc = torch.empty(8, 32, 2, 128, 32), torch.empty(64, 32 * 64 + 2 * 128, dtype=BF16)
+    ssd(xbc, gates, *torch.empty(3, 32), matrices, 32, 64, 0.0, torch.inf, *steps)
 
 
 def multiply(

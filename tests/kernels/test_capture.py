@@ -43,6 +43,7 @@ from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
 from kernels.short_conv import short_conv
 from kernels.soft_cap import soft_cap
+from kernels.ssd import ssd
 from kernels.swiglu import swiglu, swiglu_quantize
 from kernels.take_channels import take_channels
 from kernels.threads import set_threads
@@ -173,6 +174,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "all_finite": lambda x: all_finite(x / x[0, 0]),
     "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
     "gated_delta": lambda x: gated_delta(x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, 2, 24, *SEQUENCES),
+    "ssd": lambda x: ssd(x, x[:, :2], *NORM[:6].view(3, 2), MATRIX_STATES, 2, 24, 0.1, 9.0, *SEQUENCES),
 }
 
 

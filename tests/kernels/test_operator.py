@@ -16,6 +16,7 @@ import kernels.gelu  # noqa: F401
 import kernels.round_channels  # noqa: F401
 import kernels.short_conv  # noqa: F401
 import kernels.soft_cap  # noqa: F401
+import kernels.ssd  # noqa: F401
 import kernels.take_channels  # noqa: F401
 from kernels import build
 from kernels import linear as products
@@ -99,6 +100,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
     gates, states, slots = (randn(num_rows, 2, dtype=dtype), wide[:, :2]), torch.zeros(2, 2, 1, 8, 32), starts[:1]
     steps = (starts, slots - 1, slots + 1, starts[1:])
     opcheck(ops.gated_delta, wide, *gates, *randn(2, 2), states, 2, 25, *steps)
+    opcheck(ops.ssd, wide, gates[0], *randn(3, 2), states, 2, 25, 0.1, torch.inf, *steps)
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)

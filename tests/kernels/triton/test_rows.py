@@ -23,10 +23,13 @@ import kernels.rope.reference
 import kernels.rope.triton
 import kernels.short_conv.reference
 import kernels.short_conv.triton
+import kernels.ssd.reference
+import kernels.ssd.triton
 import kernels.swiglu.reference
 import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
 from kernels.quantize_rows import ActivationFormat
+from kernels.state_panels import state_shape
 from tests.helpers.cache_formats import NAMES, formats_of
 from tests.helpers.cases import each
 from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise, tiers
@@ -259,20 +262,27 @@ def test_short_conv(dtype: torch.dtype, channels: int, num_taps: int) -> None:
         assert ours.cpu().equal(theirs)
 
 
-@each("dtype, num_keys, num_values", [(torch.float32, 24, 40), (torch.bfloat16, 16, 32), (torch.float16, 33, 5)])
-def test_gated_delta(dtype: torch.dtype, num_keys: int, num_values: int) -> None:
-    arguments = recurrent_steps()
-    qkv, gates = noise(8, 4 * num_keys + 3 * num_values, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
-    logs, states = noise(2, 3, dtype=torch.float32, seed=2), noise(5, 3, 2, num_keys, 32, dtype=torch.float32, seed=3)
-    states = states[:, :, : -(-num_values // 32)].contiguous()
-    ours, theirs = states.clone().to(DEVICE), states.clone()
-    inputs = [qkv, *gates, *logs, theirs, 2, num_values, *arguments]
-    placed = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in inputs]
-    placed[5] = ours
-    result = kernels.gated_delta.triton.gated_delta(*placed)
+def check_recurrence(actual: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Any]) -> None:
+    """Compare the results and the states, which are input 5. Input 7 is the number of columns."""
+    placed = [part.clone().to(DEVICE) if isinstance(part, Tensor) else part for part in inputs]
+    assert_near(actual(*placed), reference(*inputs))
+    ours, theirs = (part[5].cpu().transpose(2, 3).flatten(3)[..., : inputs[7]] for part in (placed, inputs))
     # Sums of channels in another order, in float32.
-    assert_near(result, kernels.gated_delta.reference.gated_delta(*inputs))
-    padding = states.shape[2] * 32 - num_values
-    for panels, other in zip(ours.cpu(), theirs, strict=True):
-        columns = slice(0, 32 - padding)
-        torch.testing.assert_close(panels[..., columns], other[..., columns], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@each("dtype, num_rows, num_columns", [(torch.float32, 24, 40), (torch.bfloat16, 16, 32), (torch.float16, 33, 5)])
+def test_recurrences(dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+    steps, sizes, states = recurrent_steps(), (2, num_columns), noise(5, *state_shape(3, num_rows, num_columns), seed=3)
+    mixed, gates = noise(8, 4 * num_rows + 3 * num_columns, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
+    of_heads = noise(3, 3, seed=2)
+    check_recurrence(
+        kernels.gated_delta.triton.gated_delta,
+        kernels.gated_delta.reference.gated_delta,
+        [mixed, *gates, *of_heads[:2], states.clone(), *sizes, *steps],
+    )
+    check_recurrence(
+        kernels.ssd.triton.ssd,
+        kernels.ssd.reference.ssd,
+        [mixed, gates[0], *of_heads, states.clone(), *sizes, 0.1, 2.0, *steps],
+    )

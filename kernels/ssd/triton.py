@@ -1,0 +1,81 @@
+"""The state space layer of Mamba-2. One program computes some columns of one head of one sequence, token by token."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.state_panels.triton import first_panel, softplus
+
+
+def ssd(
+    xbc: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    decay_log: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    group: int,
+    head_channels: int,
+    min_step: float,
+    max_step: float,
+    query_starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Compute the same as kernels/ssd/reference.py."""
+    xbc, of_heads, slots = xbc.contiguous(), (dt_bias, decay_log, skip), (query_starts, reads, writes, ends)
+    _, num_heads, num_panels, num_states, columns = states.shape
+    out = torch.zeros(xbc.shape[0], num_heads * head_channels, dtype=xbc.dtype, device=xbc.device)
+    if len(reads):
+        sizes, steps = (xbc.shape[1], head_channels, num_states, group), (min_step, max_step)
+        inputs, rows = (xbc, dt.contiguous(), *of_heads), triton.next_power_of_2(num_states)
+        _ssd[len(reads), num_heads, num_panels](
+            *inputs, out, states, *slots, *sizes, *steps, SIZE=rows, COLUMNS=columns
+        )
+    return out
+
+
+@triton.jit
+def _ssd(
+    xbc,
+    dt,
+    dt_bias,
+    decay_log,
+    skip,
+    out,
+    states,
+    query_starts,
+    reads,
+    writes,
+    ends,
+    width,
+    channels,
+    num_states,
+    group,
+    min_step,
+    max_step,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row, column = tl.arange(0, SIZE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = row < num_states, column < channels
+    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    matrix, stored, is_stored = first_panel(states, reads, writes, ends, start, end, num_states, SIZE, COLUMNS)
+    last = tl.load(ends + sequence) - 1
+    rate, bias, factor = tl.exp(tl.load(decay_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
+    b_first, c_first = num_heads * channels, (num_heads * channels + width) // 2
+    for t in range(start, end):
+        token, of_group = xbc + t * width, head // group * num_states + row
+        x = tl.load(token + head * channels + column, mask=in_columns, other=0.0).to(tl.float32)
+        b = tl.load(token + b_first + of_group, mask=in_rows, other=0.0).to(tl.float32)
+        c = tl.load(token + c_first + of_group, mask=in_rows, other=0.0).to(tl.float32)
+        step = softplus(tl.load(dt + t * num_heads + head).to(tl.float32) + bias)
+        step = tl.minimum(tl.maximum(step, min_step), max_step)
+        matrix = tl.exp(-rate * step) * matrix + b[:, None] * (step * x)
+        y = tl.sum(c[:, None] * matrix, 0) + factor * x
+        tl.store(out + (t * num_heads + head) * channels + column, y.to(out.dtype.element_ty), mask=in_columns)
+        if t == last:
+            tl.store(stored, matrix, mask=is_stored)
