@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.gated_delta import gated_delta, state_shape
+from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -163,6 +164,9 @@ CASES: dict[str, Case] = {
     "add_rms_norm": lambda rows, channels, at: add_rms_norm(
         at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 1e-5
     ),
+    "gated_rms_norm": lambda rows, channels, at: [
+        gated_rms_norm(at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 8, 1e-5)
+    ],
     "gelu": lambda rows, channels, at: [
         gelu(at(waves(rows, channels))),
         gelu_tanh(at(waves(rows, channels)), at(waves(rows, channels) / 2)),

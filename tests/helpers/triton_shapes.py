@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.gated_delta.triton import gated_delta
+from kernels.gated_rms_norm.triton import gated_rms_norm
 from kernels.gelu.triton import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
@@ -92,6 +93,8 @@ def rows() -> None:
     add_rms_norm(x, x, x[0], 1e-5)
     rms_norm(torch.empty(64, 32, 128, dtype=BF16), x[0, :128], 1e-5)
     rms_norm(x, x[0], 1e-5, 1.0)
+    gated_rms_norm(x, x, x[0], 4096, 1e-5)
+    gated_rms_norm(x, x, x[0], 512, 1e-5)
     layer_norm(x, x[0], x[0], 1e-5)
     layer_norm(x, None, None, 1e-5)
     gelu(x)

@@ -16,6 +16,7 @@ from kernels import build
 from kernels.all_finite import all_finite
 from kernels.capture import capture, repeated
 from kernels.gated_delta import gated_delta
+from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -136,6 +137,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "kv_store, paged_attention": attended,
     "rope_and_store": turned,
     "rms_norm": lambda x: rms_norm(x, NORM, 1e-5),
+    "gated_rms_norm": lambda x: gated_rms_norm(*x.chunk(2, dim=-1), NORM[:32], 16, 1e-5),
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu_tanh(*x.chunk(2, dim=-1)),
     "layer_norm": lambda x: layer_norm(x, NORM, None, 1e-5),

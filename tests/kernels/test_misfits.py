@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import build
 from kernels import linear as products
 from kernels.all_finite import all_finite
+from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gelu import gelu_tanh
 from kernels.kv_format import PagedVectors
 from kernels.kv_store import kv_store, rope_and_store
@@ -107,6 +108,8 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "norm of one weight": lambda: [rms_norm(waves(2, FAR), waves(1), 1e-5)],
     "norm of a sum, fewer weights": lambda: add_rms_norm(waves(2, FAR), waves(2, FAR), waves(4), 1e-5),
     "norm to codes, fewer weights": lambda: rms_norm_quantize(waves(2, FAR), waves(4), 1e-5, torch.int8, None),
+    "gated norm of one row of gates": lambda: [gated_rms_norm(waves(FAR, 4), waves(1, 4), waves(4), 2, 1e-5)],
+    "gated norm of groups that do not fit": lambda: [gated_rms_norm(waves(2, 4), waves(2, 4), waves(4), 3, 1e-5)],
     "rope of fewer angles": lambda: [rope(waves(FAR, 2, 8), waves(1, 4), waves(1, 4))],
     "rope of more angles than channels": lambda: [rope(waves(5, 2, 8), waves(5, 40), waves(5, 40))],
     "rope of fewer sines": lambda: [rope(waves(FAR, 2, 8), waves(FAR, 4), waves(1, 1))],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import kernels.accumulate_product  # noqa: F401 - these operators are asked for by name
 import kernels.fit_scales  # noqa: F401
 import kernels.gated_delta  # noqa: F401
+import kernels.gated_rms_norm  # noqa: F401
 import kernels.gelu  # noqa: F401
 import kernels.round_channels  # noqa: F401
 import kernels.short_conv  # noqa: F401
@@ -86,6 +87,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.soft_cap, rows, 2.0)
         opcheck(ops.take_channels, rows, torch.randperm(33))
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
+        opcheck(ops.gated_rms_norm, rows, wide[:, 33:], weight, 11, 1e-5)
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
         opcheck(ops.rms_norm_quantize, rows, weight, 1e-5, torch.int8, None)

@@ -1,7 +1,9 @@
-"""rms_norm compared with the formula in float64; add_rms_norm with rms_norm of torch's sum, bit for bit."""
+"""rms_norm and gated_rms_norm compared with the formulas in float64; add_rms_norm with rms_norm of torch's sum, bit
+for bit."""
 
 import torch
 
+from kernels.gated_rms_norm import gated_rms_norm
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.threads import set_threads
@@ -96,3 +98,26 @@ def test_a_row_of_a_sum_is_the_same_to_the_bit_in_any_company() -> None:
         set_threads(threads)
         for result, expected in zip(add_rms_norm(x, residual, weight, 1e-5), alone, strict=True):
             assert torch.equal(result, expected)
+
+
+@any_way
+@each("shape, group_size", [((1, 8), 8), ((63, 80), 16), ((40, 129), 43)])
+@each("dtype, tolerance", DTYPES)
+@poisoned()
+def test_a_gate_multiplies_before_the_norm_of_each_group(
+    shape: tuple[int, int], group_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    generator, (num_rows, channels) = torch.Generator().manual_seed(0), shape
+    wide = (torch.randn(num_rows, 3 * channels + 1, generator=generator) * 3).to(dtype)
+    x, gate = wide[:, :channels], wide[:, channels + 1 : 2 * channels + 1]
+    gate[0, 0], weight = -100, torch.randn(channels, generator=generator).to(dtype)  # exp(100) is infinite in float32
+    z = (x.double() * gate.double() * gate.double().sigmoid()).unflatten(1, (-1, group_size))
+    expected = (z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight.double()
+    for threads in (1, 3):
+        set_threads(threads)
+        result = gated_rms_norm(x, gate, weight, group_size, 1e-5)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+        for row in range(0, num_rows, 7):  # the bits of a row depend only on that row
+            part = slice(row, row + 1)
+            assert gated_rms_norm(x[part], gate[part], weight, group_size, 1e-5).equal(result[part])

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kernels.gated_rms_norm.triton import gated_rms_norm
 from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.mask_logits.triton import mask_logits
 from kernels.paged_attention.triton import paged_attention
@@ -18,7 +19,18 @@ from tests.helpers.triton_cases import DEVICE
 
 KERNELS = {
     kernel.__name__: kernel
-    for kernel in (add_rms_norm, draw, kv_store, mask_logits, paged_attention, rms_norm, rope, rope_and_store, swiglu)
+    for kernel in (
+        add_rms_norm,
+        draw,
+        gated_rms_norm,
+        kv_store,
+        mask_logits,
+        paged_attention,
+        rms_norm,
+        rope,
+        rope_and_store,
+        swiglu,
+    )
 }
 EMPTY = [case for case in cases.EMPTY if case[0] in KERNELS]
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import kernels.gated_delta.reference
 import kernels.gated_delta.triton
+import kernels.gated_rms_norm.reference
+import kernels.gated_rms_norm.triton
 import kernels.gelu.reference
 import kernels.gelu.triton
 import kernels.kv_store.reference
@@ -50,6 +52,17 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     expected = kernels.rms_norm.reference.add_rms_norm(x, residual, weight, 1e-5, 1.0)
     assert_near(results[0], expected[0])
     assert torch.equal(results[1].cpu(), expected[1])
+
+
+@each("dtype, shape, group_size", product(DTYPES, [(5, 80), (1, 1000)], [20, 40]))
+def test_gated_rms_norm(dtype: torch.dtype, shape: tuple[int, int], group_size: int) -> None:
+    both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the least overflows; halves of one matrix
+    weight = noise(shape[1], dtype=dtype, seed=1)
+    result = kernels.gated_rms_norm.triton.gated_rms_norm(
+        *both.to(DEVICE).chunk(2, dim=-1), weight.to(DEVICE), group_size, 1e-5
+    )
+    expected = kernels.gated_rms_norm.reference.gated_rms_norm(*both.chunk(2, dim=-1), weight, group_size, 1e-5)
+    assert_near(result, expected)
 
 
 @each("dtype, shape", product(DTYPES, [(1, 16), (5, 80), (3, 1000)]))
