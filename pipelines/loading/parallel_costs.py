@@ -65,7 +65,8 @@ class RowLayer:
 
     def shard(self, inputs: int, heads: Heads, tp: int, rank: int) -> tuple[int, int] | None:
         """Return the bytes of a rank's shard and its number of inputs. None if the layer gathers its inputs instead."""
-        num_heads = (heads.num_attention_heads, heads.num_key_value_heads) if self.of_attention else None
+        has_heads = self.of_attention and heads is not NO_HEADS
+        num_heads = (heads.num_attention_heads, heads.num_key_value_heads) if has_heads else None
         ranges = shard_inputs(inputs, num_heads, tp)
         shared = self.method.shard_inputs(ranges, rank)
         return None if shared is None else (shared[0].num_bytes(self.dtype) + self.bias_bytes, len(ranges[rank]))
@@ -96,7 +97,7 @@ class CostedTensor:
 
 
 NO_HEADS = Heads(0, 0, 0, 0)
-"""Of a recurrent layer, which is made of channels. The bytes of its states are not counted."""
+"""Of a layer without attention, which is made of channels. The bytes of recurrent states are not counted."""
 
 
 def _heads_of(content: Heads | StateShapes) -> Heads:
@@ -285,7 +286,7 @@ class ParallelCosts:
         if module is self._model.head:  # Baichuan 2 normalises the head's weight
             outputs, inputs = parameter.shape
             return CostedTensor(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
-        heads: Heads | None = getattr(module, "heads", None)  # attention modules; their KV cache scales may be per head
-        if heads is not None and parameter.ndim and len(parameter) == heads.num_key_value_heads:
+        heads = getattr(module, "heads", None)  # the scales of an attention module's KV cache may be per head
+        if isinstance(heads, Heads) and parameter.ndim and len(parameter) == heads.num_key_value_heads:
             return CostedTensor(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
         return CostedTensor(size, 1, 0, None, num_experts=num_experts)
