@@ -251,7 +251,7 @@ class KVCache:
 
         For computing whole prompts layer by layer: all layers of a kind can use the same cache in turn.
         """
-        kinds = {isinstance(layer, LayerState): layer for layer in reversed(self.layers)}
+        kinds = {isinstance(layer, LayerState): layer for layer in reversed(self.layers) if layer != LayerState(())}
         return replace(self, layers=list(kinds.values()))
 
     @property

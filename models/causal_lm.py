@@ -4,7 +4,7 @@ T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -49,10 +49,10 @@ class ModelShape(ABC):
         return ModelCapabilities()
 
     @property
-    def layer_kinds(self) -> tuple[bool, ...]:
-        """For each layer, whether it is a mixture of experts.
+    def layer_kinds(self) -> tuple[Hashable, ...]:
+        """For each layer a key of its kind, such as whether it is a mixture of experts.
 
-        Layers of one kind have tensors of the same names and shapes.
+        Layers that are equal in this and in `recurrent_layers` have tensors of the same names and shapes.
         """
         return (False,) * self.num_hidden_layers
 
@@ -148,18 +148,24 @@ class CausalLM(Module, ABC):
 
     @property
     def layer_caches(self) -> list[Heads | StateShapes]:
-        """The content of each layer's cache: keys and values of these heads, or states of these shapes."""
+        """The content of each layer's cache: keys and values of these heads, or states of these shapes, if any."""
         return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
 
     def _layer_cache(self, layer: nn.Module) -> Heads | StateShapes:
         if (recurrent := self.recurrent_module(layer)) is not None:
             return recurrent.state_shapes  # type: ignore[return-value]
-        return layer.get_submodule(self.layout.attention).heads  # type: ignore[return-value]
+        attention = self.attention_module(layer)
+        return () if attention is None else attention.heads  # type: ignore[return-value]
 
     def recurrent_module(self, layer: nn.Module) -> nn.Module | None:
-        """Return the recurrent module of a decoder layer; None if it is an attention layer."""
-        name = self.layout.recurrent
-        return layer.get_submodule(name) if name and hasattr(layer, name) else None
+        """Return the recurrent module of a decoder layer. None: it has none."""
+        module = getattr(layer, self.layout.recurrent, None) if self.layout.recurrent else None
+        return module if hasattr(module, "state_shapes") else None
+
+    def attention_module(self, layer: nn.Module) -> nn.Module | None:
+        """Return the attention module of a decoder layer. None: it has none."""
+        module = getattr(layer, self.layout.attention, None)
+        return module if isinstance(getattr(module, "heads", None), Heads) else None
 
     @property
     def attention_heads(self) -> list[Heads]:

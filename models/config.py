@@ -23,7 +23,7 @@ HARMLESS = frozenset(
     architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob
     attn_implementation attn_pdrop auto_map aux_loss_alpha bf16 bias_dropout_fusion bos_token_id
     cache_implementation dropout dtype emb_dropout_prob embd_pdrop eos_token_id ep_size fp16 fp32
-    gradient_checkpointing hidden_dropout hidden_dropout_prob init_std initializer_range is_llama_config layerdrop
+    gradient_checkpointing hidden_dropout hidden_dropout_prob init_method init_std initializer_range is_llama_config layerdrop
     masked_softmax_fusion max_sequence_length model_max_length model_type n_ctx offset_alibi onnx_safe
     output_router_logits pad_token_id prefix prefix_projection pretraining_tp reorder_and_upcast_attn resid_pdrop
     router_aux_loss_coef router_jitter_noise seq_aux skip_bias_add skip_bias_add_qkv slow_but_exact

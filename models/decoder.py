@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.quantize_rows import Activations
-from models.batch import Batch, LayerCache
+from models.batch import Batch, LayerCache, LayerState
 from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -196,7 +196,7 @@ class DecoderLayer(NamedParts):
     The parts are called as `Attention` and `MLP` are, and have `readers`.
     """
 
-    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    names: tuple[str, ...] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
     def __init__(self, c: PreNormShape, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__(residual_norm(c), self_attn, residual_norm(c), mlp)
@@ -207,6 +207,22 @@ class DecoderLayer(NamedParts):
         attended = attention(normed, angles, batch, cache)
         normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
         return ResidualStream(x, mlp(normed, batch))
+
+
+class MixerLayer(NamedParts):
+    """Pre-norm with one part: x + mixer(norm(x)). The mixer is called as `Attention` is, and has `readers`."""
+
+    names = ("norm", "mixer")
+
+    def __init__(self, c: PreNormShape, mixer: nn.Module) -> None:
+        super().__init__(residual_norm(c), mixer)
+
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache | LayerState
+    ) -> ResidualStream:
+        norm, mixer = self.parts
+        normed, x = norm(*stream, mixer.readers)  # [T, E] each
+        return ResidualStream(batch.attending(x), mixer(normed, angles, batch, cache))
 
 
 class PreNormLM(CausalLM):

@@ -45,7 +45,8 @@ class ModelLayout:
     recurrent: str = ""
     """The recurrent module, in a decoder layer without attention.
 
-    It has `state_shapes`, `num_heads`, `check_ranks` and `shard`, which shards all of it except row-parallel layers.
+    It has `state_shapes`, `num_heads`, `check_ranks` and `shard`, which shards all of it except row-parallel layers. If
+    it has `rank_heads`, it gathers the inputs of its row-parallel layer itself.
 
     Empty: no layer is recurrent.
     """

@@ -12,6 +12,7 @@ key heads, a key head is replicated on several ranks.
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,16 +186,17 @@ class _ShardedLayer:
         self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
         self.shards: dict[str, Shard] = {}
         """Keyed by the tensor's name within the layer."""
-        recurrent = model.recurrent_module(layer)
-        mixer = layer.get_submodule(self._layout.attention) if recurrent is None else recurrent
-        mixer_layers = {module for module in mixer.modules() if isinstance(module, Linear)}
-        self._num_heads: tuple[int, int] | None
+        recurrent, attention = model.recurrent_module(layer), model.attention_module(layer)
+        self._mixer: Any = attention if recurrent is None else recurrent
+        mixer_modules = () if self._mixer is None else self._mixer.modules()
+        mixer_layers = {module for module in mixer_modules if isinstance(module, Linear)}
+        self._num_heads: tuple[int, int] | None = None
         if recurrent is not None:
             self._num_heads = recurrent.num_heads  # type: ignore[assignment]
             shards: dict[str, Shard] = recurrent.shard(parallel_layout.tp, parallel_layout.tp_rank)  # type: ignore[operator]
             self.shards |= {f"{self._layout.recurrent}.{tensor}": shard for tensor, shard in shards.items()}
-        else:
-            heads: Heads = mixer.heads  # type: ignore[assignment]
+        elif attention is not None:
+            heads: Heads = attention.heads  # type: ignore[assignment]
             self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
         if parallel_layout.whole_experts:
             self._shard_experts(layer)
@@ -205,8 +207,8 @@ class _ShardedLayer:
             shards_itself = recurrent is not None and module in mixer_layers and last not in self._layout.row_parallel
             if isinstance(module, Linear) and not is_whole and not shards_itself:
                 self._shard_linear(name, module, module in mixer_layers)
-        if recurrent is None:
-            self._shard_heads(mixer, heads)
+        if attention is not None:
+            self._shard_heads(attention, heads)
 
     def _shard_heads(self, attention: nn.Module, heads: Heads) -> None:
         numbers = heads.num_attention_heads, heads.num_key_value_heads
@@ -226,7 +228,10 @@ class _ShardedLayer:
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
             input_ranges = shard_inputs(inputs, self._num_heads if is_mixer else None, tp)
-            if (
+            gathered: ShardedChannels | None = ShardedChannels(self._group, tuple(map(len, input_ranges)))
+            if is_mixer and hasattr(self._mixer, "rank_heads"):
+                self._mixer.rank_heads, gathered = gathered, None
+            elif (
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
             ):
@@ -234,9 +239,7 @@ class _ShardedLayer:
                 self.shards |= {f"{name}.{tensor}": shard for tensor, shard in shards.items()}
                 return
             widths = tuple(len(shard_channels(outputs, tp, rank)) for rank in range(tp))
-            layer.row_parallel = RowParallelGather(
-                ShardedChannels(self._group, tuple(map(len, input_ranges))), ShardedChannels(self._group, widths)
-            )
+            layer.row_parallel = RowParallelGather(gathered, ShardedChannels(self._group, widths))
         output_ranges = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
         self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(output_ranges).items()}
 

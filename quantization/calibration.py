@@ -212,13 +212,13 @@ class SequentialCalibrator:
     def advance(self) -> tuple[Tensor, Tensor] | None:
         """Advance by one layer. Without `sequential`, `observe` must have been called for the next layer.
 
-        Returns the largest magnitudes of its keys and of its values per head, [G] float32 each. None for a recurrent
-        layer, and without `with_cache`.
+        Returns the largest magnitudes of its keys and of its values per head, [G] float32 each. None for a layer without
+        attention, and without `with_cache`.
         """
         if self._sequential:
             self._run_batches(keeps_outputs=True)
         self._states[0].stream = self._run_layer(self._states[0], self._model, self._cache)
-        with_cache = self._with_cache and not self._is_recurrent
+        with_cache = self._with_cache and self._has_attention
         self._next += 1
         if not with_cache:
             return None
@@ -227,7 +227,7 @@ class SequentialCalibrator:
 
     def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
-        with_cache, start = self._with_cache and not self._is_recurrent, perf_counter()
+        with_cache, start = self._with_cache and self._has_attention, perf_counter()
         self._absmax.clear()
         for state in self._states[1:]:
             with suppress(_AllObserved):
@@ -242,10 +242,17 @@ class SequentialCalibrator:
 
     @torch.inference_mode()
     def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
-        layers = [layer for layer in cache.layers if isinstance(layer, LayerState) == self._is_recurrent]
+        layers = [layer for layer in cache.layers if isinstance(layer, LayerState) != self._has_attention]
+        if not self._has_attention and not self._is_recurrent:
+            layers = [LayerState(())]
         return model.run_layers(
             state.stream, state.batch, replace(cache, layers=layers), range(self._next, self._next + 1)
         )
+
+    @property
+    def _has_attention(self) -> bool:
+        """Whether the next layer has attention."""
+        return self._model.attention_module(self._model.layers[self._next]) is not None
 
     @property
     def _is_recurrent(self) -> bool:

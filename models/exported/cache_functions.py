@@ -7,9 +7,11 @@ from kernels.gated_delta import gated_delta
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.paged_attention import paged_attention
 from kernels.short_conv import short_conv
+from kernels.ssd import ssd
 
 CACHE_OPERATORS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (kv_store, rope_and_store, paged_attention, short_conv, gated_delta)
+    function.__name__: function
+    for function in (kv_store, rope_and_store, paged_attention, short_conv, gated_delta, ssd)
 }
 """The operators, by the names of their nodes."""
 CACHE_INDEX_PRODUCERS = {
@@ -20,7 +22,7 @@ CACHE_INDEX_PRODUCERS = {
     ("paged_attention", "context_lengths"): {"context_lengths"},
 } | {
     (operator, argument): {producer}
-    for operator in ("short_conv", "gated_delta")
+    for operator in ("short_conv", "gated_delta", "ssd")
     for argument, producer in {
         "states": "state",
         "query_starts": "query_starts",

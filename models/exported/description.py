@@ -77,8 +77,8 @@ class Description:
     dtype: torch.dtype
     cache_formats: list[CacheFormat]
     """Keys and values of each attention layer, alternating."""
-    states: list[StateShapes]
-    """The states of each layer; empty for an attention layer."""
+    states: list[StateShapes | None]
+    """The states of each layer; None for an attention layer."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
@@ -115,7 +115,7 @@ class Description:
         meta = torch.device("meta")
         layers = [
             LayerState(tuple(torch.empty(0, *state.shape, dtype=state.dtype, device=meta) for state in states))
-            if states
+            if states is not None
             else (next(vectors), next(vectors))
             for states in self.states
         ]
@@ -125,7 +125,7 @@ class Description:
     def layer_caches(self) -> list[Heads | StateShapes]:
         """The content of each layer's cache, as in `CausalLM.layer_caches`."""
         heads = iter(self._heads)
-        return [shapes or next(heads) for shapes in self.states]
+        return [next(heads) if shapes is None else shapes for shapes in self.states]
 
     @property
     def _heads(self) -> list[Heads]:
@@ -245,21 +245,24 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     return description
 
 
-def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[StateShapes]]:
-    """Read the keys and values of each attention layer, alternating, and the states of each layer.
+def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[StateShapes | None]]:
+    """Read the keys and values of each attention layer, alternating, and the states of each other layer.
 
     Raises TypeError, KeyError or ValueError for an entry of another form.
     """
     entries = [None if entry is None else CacheFormat(**entry) for entry in reader.raw("cache")]
-    states: list[StateShapes] = [()] * (len(entries) // 2)
-    if (by_layer := reader.raw("states")) is not None:
-        states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
+    num_layers, by_layer = len(entries) // 2, reader.raw("states")
+    states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer or [[]] * num_layers]
     if len(entries) != 2 * len(states):
         raise ValueError(f"cache has {len(entries)} entries, expected two for each of {len(states)} layers")
-    for number, shapes in enumerate(states):
-        if any((entry is None) != bool(shapes) for entry in entries[2 * number : 2 * number + 2]):
+    pairs = [*zip(entries[::2], entries[1::2], strict=True)]
+    for number, (pair, shapes) in enumerate(zip(pairs, states, strict=True)):
+        if (pair[0] is None) != (pair[1] is None) or (pair[0] is not None and shapes):
             raise ValueError(f"layer {number} needs either keys and values, or states")
-    return [entry for entry in entries if entry is not None], states
+        if by_layer is None and pair[0] is None:
+            raise ValueError(f"layer {number} lacks keys and values")
+    by_kind = [shapes if keys is None else None for (keys, _), shapes in zip(pairs, states, strict=True)]
+    return [entry for entry in entries if entry is not None], by_kind
 
 
 def _read_state(entry: dict[str, Any], dtype: str) -> StateShape:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernels.collectives import nodes
+from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gelu import gelu, gelu_tanh
 from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together, take_rows
@@ -27,6 +28,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         add_rms_norm,
         add_rms_norm_quantize,
         combine_rows,
+        gated_rms_norm,
         gelu,
         gelu_tanh,
         group_rows,

@@ -364,8 +364,8 @@ class _Builder:
             case "paged_attention":
                 rows = "token_ids" if values["query_starts"].producer == "query_starts" else "output_rows"
                 return [(_size(values["query"], 0), self._num_rows(rows))]
-            case "short_conv" | "gated_delta":
-                rows = values["projected" if name == "short_conv" else "qkv"]
+            case "short_conv" | "gated_delta" | "ssd":
+                rows = values[{"short_conv": "projected", "gated_delta": "qkv", "ssd": "xbc"}[name]]
                 return [(_size(rows, 0), self._num_rows("token_ids"))]
             case "group_rows":
                 return [(_constant(values["num_experts"]), self._sizes[values["chosen"].number])]

@@ -5,7 +5,6 @@ T tokens, H query heads, G key/value heads, D channels per head. Module names ma
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, DecoderLM, RecurrentConfig
 from models.layers.attention import Heads, attend, merge_qkv
-from models.layers.layer_types import FULL, check_layer_types
+from models.layers.layer_types import FULL, check_layer_types, read_num_taps, types_of_indices
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
@@ -53,8 +52,6 @@ def read_shape(config: ConfigReader, intermediate_size: int) -> Lfm2Config:
     if head_dim % 2:
         problem = f"config.json: head_dim={head_dim} is odd, but rotary embedding rotates pairs of channels"
         raise UserError(f"{problem}: give an even head_dim")
-    if (num_taps := config.count("conv_L_cache", 3)) < 2:
-        raise UserError(f"config.json: conv_L_cache={num_taps} keeps no earlier token: give at least 2")
     for key, value in (("block_dim", hidden_size), ("conv_dim", hidden_size), ("conv_dim_out", hidden_size)):
         config.expect(key, (value, None), None)
     config.expect("num_heads", (heads, None), None)
@@ -72,7 +69,7 @@ def read_shape(config: ConfigReader, intermediate_size: int) -> Lfm2Config:
         rms_norm_eps=config.positive("norm_eps", 1e-5),
         tie_word_embeddings=config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True)),
         rotary=read_rotary_config(config, head_dim, context_length, default_theta=1e6),
-        num_taps=num_taps,
+        num_taps=read_num_taps(config, "conv_L_cache", 3),
         conv_bias=config.get("conv_bias", bool, False),
         is_recurrent=_read_kinds(config, num_layers),
     )
@@ -91,19 +88,12 @@ def _read_kinds(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is recurrent, from `layer_types` or the older `full_attn_idxs`."""
     types, indices = config.raw("layer_types"), config.raw("full_attn_idxs")
     if indices is not None:
-        of_indices = _kinds_of(indices, num_layers)
+        of_indices = types_of_indices("full_attn_idxs", indices, CONV, num_layers)
         types = of_indices if types is None else types
         if types != of_indices:
             raise UserError(f"config.json: full_attn_idxs={indices} contradicts layer_types: leave one of them out")
     types = [FULL] * num_layers if types is None else types
     return check_layer_types(types, CONV, num_layers)
-
-
-def _kinds_of(indices: Any, num_layers: int) -> list[str]:
-    """Return the layer types in which the layers of these numbers are attention."""
-    if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < num_layers for i in indices):
-        raise UserError(f"config.json: full_attn_idxs={indices!r} is not a list of layers from 0 to {num_layers - 1}")
-    return [FULL if i in indices else CONV for i in range(num_layers)]
 
 
 class Attention(Module):

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from conf.errors import UserError
 from models.config import ConfigReader
 from models.decoder import RecurrentConfig, read_decoder_config
 from models.layers.gated_delta import DeltaHeads
-from models.layers.layer_types import FULL, check_layer_types
+from models.layers.layer_types import FULL, check_layer_types, read_num_taps
 from models.layers.moe import MixtureConfig, read_mixture
 from models.layers.rotary import read_rotary_config
 
@@ -68,9 +67,6 @@ def read_hybrid(config: ConfigReader, intermediate_size: int | None = None) -> H
     shape = read_decoder_config(config, 1e-6, read_rotary=read_rotary, intermediate_size=intermediate_size)
     values, keys = config.count("linear_num_value_heads"), config.count("linear_num_key_heads")
     config.check_multiple("linear_num_value_heads", values, "linear_num_key_heads", keys)
-    if (num_taps := config.count("linear_conv_kernel_dim", 4)) < 2:
-        problem = f"config.json: linear_conv_kernel_dim={num_taps} keeps no earlier token"
-        raise UserError(f"{problem}: give at least 2")
     key_channels, value_channels = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
     types, interval = config.raw("layer_types"), config.count("full_attention_interval", 4)
     if types is None:
@@ -78,6 +74,6 @@ def read_hybrid(config: ConfigReader, intermediate_size: int | None = None) -> H
     return HybridConfig(
         **vars(shape),
         heads=DeltaHeads(values, keys, key_channels, value_channels, values // keys),
-        num_taps=num_taps,
+        num_taps=read_num_taps(config, "linear_conv_kernel_dim"),
         is_recurrent=check_layer_types(types, LINEAR, shape.num_hidden_layers),
     )

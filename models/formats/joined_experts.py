@@ -13,7 +13,10 @@ from conf.errors import UserError
 from models.formats.base import ExpectedTensors, RangedFile, WeightFile
 from models.sharding import Shard
 
-GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+JOINED = (
+    (".experts.gate_up_proj", ".experts.down_proj"),
+    (".input_linear.weight", ".output_linear.weight"),  # Granite
+)
 """Name suffixes of [N, 2F, E], with gate rows before up rows, and of [N, E, F].
 
 Some files on the hub store the inputs first: [N, E, 2F] and [N, F, E].
@@ -98,12 +101,15 @@ def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors
 
 def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Matrix]]:
     """Yield the names and matrices in a tensor; nothing if it does not hold experts."""
-    prefix = name.removesuffix(GATE_UP).removesuffix(DOWN)
+    suffixes = next((pair for pair in JOINED if name.endswith(pair)), ("", ""))
+    prefix = name.removesuffix(suffixes[0]).removesuffix(suffixes[1])
     gate = expected.get(f"{prefix}.experts.0.gate_proj.weight")
     if gate is None or prefix == name:
         return
     channels, hidden = gate.shape
-    output_first = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
+    output_first = dict(
+        zip((f"{prefix}{suffix}" for suffix in suffixes), ((2 * channels, hidden), (hidden, channels)), strict=True)
+    )
     # A square shape does not show the order of axes. At most one of the two shapes is square.
     orders = {
         shapes[joined_name][1:] == size[::-1]
@@ -114,7 +120,7 @@ def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors)
     if len(orders) > 1 or shapes[name][1:] != (output_first[name][::-1] if is_transposed else output_first[name]):
         return
     layers = {"down_proj": (0, (hidden, channels))}
-    if name.endswith(GATE_UP):
+    if name.endswith(suffixes[0]):
         layers = {"gate_proj": (0, (channels, hidden)), "up_proj": (channels, (channels, hidden))}
     for expert in range(shapes[name][0]):
         for layer, (first, shape) in layers.items():

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers: down(silu(gate(x)) * up(x)), where x and the result are [T, E] (arXiv 2002.05202).
+"""Feed-forward layers, most of them gated: down(silu(gate(x)) * up(x)), where x and the result are [T, E] (arXiv 2002.05202).
 
 T tokens, E hidden channels, F feed-forward channels.
 """
@@ -6,6 +6,7 @@ T tokens, E hidden channels, F feed-forward channels.
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.functional import relu
 
 from kernels.gelu import gelu_tanh
 from kernels.quantize_rows import Activations
@@ -70,3 +71,27 @@ class FusedMLP(NamedParts):
         gate, up = gate_up(x, batch).chunk(2, dim=-1)  # [T, F] each
         result: Tensor = down(swiglu_for([down], gate, up), batch)
         return result
+
+
+class SquaredReluMLP(NamedParts):
+    """down(relu(up(x))^2), without a gate (arXiv 2109.08668)."""
+
+    names = ("up_proj", "down_proj")
+
+    def __init__(self, channels: int, intermediate_size: int, bias: bool) -> None:
+        super().__init__(Linear(channels, intermediate_size, bias), Linear(intermediate_size, channels, bias))
+
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
+        return self.parts[:1]
+
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
+        up, down = self.parts
+        result: Tensor = down(squared_relu(up(x, batch)), batch)
+        return result
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    positive = relu(x)
+    return positive * positive

@@ -19,7 +19,7 @@ from models.config import ConfigReader
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.missing import MissingLayer
-from models.layers.mlp import MLP
+from models.layers.mlp import MLP, SquaredReluMLP, squared_relu
 from models.layers.module import Module
 from models.layers.per_head import PerHead
 from models.layers.tensor_parallel import ExpertParallel, RowParallelGather, RowParallelReduce
@@ -60,13 +60,13 @@ def read_mixture(config: ConfigReader, num_layers: int, norm_topk_prob: bool = F
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer: gated feed-forward layers of one shape, named as in the checkpoint: `0.gate_proj.weight`.
+    """The experts of a layer: feed-forward layers of one shape, named as in the checkpoint: `0.gate_proj.weight`.
 
     `merge` prepares their joint computation. Without it, or if their methods do not allow it, the experts run one after
     the other. With the C++ kernels, a token's bits never depend on the other tokens.
     """
 
-    def __init__(self, experts: Iterable[MLP], num_experts_per_tok: int) -> None:
+    def __init__(self, experts: Iterable[MLP | SquaredReluMLP], num_experts_per_tok: int) -> None:
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
         self._merged: MergedExperts | StackedExperts | None = None
@@ -92,18 +92,19 @@ class Experts(nn.ModuleList):
 
         On a GPU the weights are stacked.
         """
-        gates, ups, downs = map(list, zip(*(self[number].parts for number in self._local_experts), strict=True))
-        methods = [[layer.method for layer in layers] for layers in (gates, ups, downs)]
-        has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
-        if has_bias or not are_alike(methods[0] + methods[1]) or not are_alike(methods[2]):
+        parts = [*map(list, zip(*(self[number].parts for number in self._local_experts), strict=True))]
+        layers, methods = [*chain(*parts)], [[layer.method for layer in same] for same in parts]
+        *first_methods, down_methods = methods  # gates and ups, or ups alone
+        has_bias = any(layer.bias is not None for layer in layers)
+        if has_bias or not are_alike([*chain(*first_methods)]) or not are_alike(down_methods):
             return
-        row_parallel = downs[0].row_parallel
+        row_parallel = parts[-1][0].row_parallel
         if all(method.gpu_weight is None for method in chain(*methods)):
             if all(method.input_scale is None for method in chain(*methods)):
-                self._merged = MergedExperts(methods[0], methods[1], methods[2], len(self), row_parallel)
-        elif can_stack(*methods) and row_parallel is None and self._expert_parallel is None:
+                self._merged = MergedExperts(first_methods, down_methods, len(self), row_parallel)
+        elif len(methods) == 3 and can_stack(*methods) and row_parallel is None and self._expert_parallel is None:
             self._merged = StackedExperts(*methods)
-            for layer, method in zip((*gates, *ups, *downs), self._merged.methods, strict=True):
+            for layer, method in zip(layers, self._merged.methods, strict=True):
                 layer.method = method
 
     @property
@@ -141,29 +142,30 @@ class MergedExperts:
 
     def __init__(
         self,
-        gates: list[LinearMethod],
-        ups: list[LinearMethod],
+        firsts: list[list[LinearMethod]],
         downs: list[LinearMethod],
         num_experts: int,
         row_parallel: RowParallelGather | RowParallelReduce | None = None,
     ) -> None:
-        """`num_experts`: of the whole layer, even if the lists hold only a rank's experts.
+        """`firsts`: the methods of gates and of ups, or of the ups of `SquaredReluMLP`s.
 
+        `num_experts`: of the whole layer, even if the lists hold only a rank's experts.
         `row_parallel`: of each of `downs`.
         """
-        self._gate, self._down, self._count, self._row_parallel = gates[0], downs[0], num_experts, row_parallel
-        self._weights = [_group(methods) for methods in (gates, ups, downs)]
+        self._first, self._down, self._count, self._row_parallel = firsts[0][0], downs[0], num_experts, row_parallel
+        self._first_weights, self._down_weights = [_group(methods) for methods in firsts], _group(downs)
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Return the output [R, E] of each row's expert. Rows of expert i begin at starts[i], int64 [N + 1].
 
         Rows of experts on other ranks get undefined values.
         """
-        gates, ups, downs = self._weights
-        gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
+        first, *ups = self._first_weights
+        inner = grouped_matmul(self._first.quantized(rows, self._count), first, starts, *ups)
+        inner = inner if ups else squared_relu(inner)  # else the kernel multiplied by silu(gate)
         if self._row_parallel is not None:
-            gated = self._row_parallel.gather_inputs(gated)
-        parts = grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
+            inner = self._row_parallel.gather_inputs(inner)
+        parts = grouped_matmul(self._down.quantized(inner, self._count), self._down_weights, starts)
         return parts if self._row_parallel is None else self._row_parallel.combine_outputs(parts)
 
 

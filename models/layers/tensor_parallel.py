@@ -34,17 +34,18 @@ class ShardedChannels:
 class RowParallelGather:
     """A row-parallel layer whose weight is sharded along its outputs. It gathers its inputs, and then its outputs."""
 
-    inputs: ShardedChannels
+    inputs: ShardedChannels | None
+    """None: each rank has the whole inputs."""
     outputs: ShardedChannels
     adds_bias = True
 
     def gather_inputs(self, x: Tensor) -> Tensor:
         """Return the whole inputs from this rank's x [T, *]."""
-        return self.inputs.gather(x)
+        return x if self.inputs is None else self.inputs.gather(x)
 
     def observe_inputs(self, x: Tensor) -> Tensor:
         """Return the whole inputs on rank 0, and x on all other ranks."""
-        return self.inputs.gather_first(x)
+        return x if self.inputs is None else self.inputs.gather_first(x)
 
     def combine_outputs(self, y: Tensor) -> Tensor:
         """Return the whole outputs [T, E] from this rank's outputs."""

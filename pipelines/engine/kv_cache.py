@@ -16,6 +16,8 @@ from pipelines.engine.state_manager import StateManager
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by device type
 TOKENS_PER_SNAPSHOT = 256
+MOST_EMPTY_BLOCKS = 2**18
+"""The most blocks of a model without attention. They need no memory but the lists of the block manager."""
 AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is allocated
 
 
@@ -66,19 +68,21 @@ class CacheRoom:
     """0 in a pipeline stage without recurrent layers."""
 
     def num_blocks(self, block_size: int, num_slots: int) -> int:
-        """Return the number of blocks that fit into the memory that this number of slots leaves."""
-        return (self.num_bytes - num_slots * self.bytes_per_slot) // max(1, block_size * self.bytes_per_token)
+        """Return the number of blocks that fit into the memory that this number of slots leaves. A token needs bytes."""
+        return (self.num_bytes - num_slots * self.bytes_per_slot) // (block_size * self.bytes_per_token)
 
-    def num_slots(self, block_size: int, wanted_slots: int) -> int:
+    def num_slots(self, block_size: int, wanted_slots: int, has_blocks: bool = True) -> int:
         """Return the number of slots: at most `wanted_slots` for sequences, and further slots for snapshots.
 
         The sequences' slots take at most half of the memory. Of the rest, snapshots take at most a third, and one slot
-        per TOKENS_PER_SNAPSHOT tokens. The slots leave memory for one block.
+        per TOKENS_PER_SNAPSHOT tokens. The slots leave memory for one block. `has_blocks`: whether blocks need memory on
+        any rank; if not, snapshots take all of the rest.
         """
         size = self.bytes_per_slot
         num_slots = min(wanted_slots, self.num_bytes // 2 // size)
         rest = self.num_bytes - num_slots * size
-        num_snapshots = min(rest // 3 // size, rest // (TOKENS_PER_SNAPSHOT * self.bytes_per_token + size))
+        share = rest // 3 if has_blocks else rest
+        num_snapshots = min(share // size, rest // (TOKENS_PER_SNAPSHOT * self.bytes_per_token + size))
         return min(num_slots + num_snapshots, (self.num_bytes - block_size * self.bytes_per_token) // size)
 
 
@@ -108,23 +112,28 @@ def choose_sizes(
 ) -> tuple[int, int]:
     """Return the numbers of blocks and of state slots that fit on every rank.
 
-    An automatic cache has at most `wanted_blocks`, and one snapshot per TOKENS_PER_SNAPSHOT of their tokens. A model
-    without recurrent layers has no slots.
+    An automatic cache has at most `wanted_blocks`, and one snapshot per TOKENS_PER_SNAPSHOT of their tokens. So has a
+    cache whose blocks need no memory, with at most MOST_EMPTY_BLOCKS. A model without recurrent layers has no slots.
     """
-    num_slots = min((room.num_slots(block_size, wanted_slots) for room in rooms if room.bytes_per_slot), default=0)
+    has_blocks = any(room.bytes_per_token for room in rooms)
+    with_states = [room for room in rooms if room.bytes_per_slot]
+    num_slots = min((room.num_slots(block_size, wanted_slots, has_blocks) for room in with_states), default=0)
     if memory == "auto":
         num_slots = min(num_slots, wanted_slots + wanted_blocks * block_size // TOKENS_PER_SNAPSHOT)
-    num_blocks = min(room.num_blocks(block_size, num_slots) for room in rooms)
-    return max(1, min(wanted_blocks, num_blocks)) if memory == "auto" else num_blocks, num_slots
+    num_blocks = [room.num_blocks(block_size, num_slots) for room in rooms if room.bytes_per_token]
+    if memory == "auto" or not num_blocks:
+        return max(1, min(wanted_blocks, *(num_blocks or [MOST_EMPTY_BLOCKS]))), num_slots
+    return min(num_blocks), num_slots
 
 
 def slot_cost(cache: KVCache) -> str:
     """Return what one of the cache's state slots costs, for a user; empty if no layer is recurrent."""
     if not cache.states:
         return ""
-    num_bytes, token_bytes = cache.bytes_per_slot, max(1, cache.bytes_per_token)
-    equals = f"{num_bytes / 1e6:,.2f} MB = {num_bytes // token_bytes:,} tokens of KV"
-    return f"1 slot of recurrent states = {equals}; {cache.num_slots} slots"
+    cost = f"{cache.bytes_per_slot / 1e6:,.2f} MB"
+    if cache.bytes_per_token:
+        cost += f" = {cache.bytes_per_slot // cache.bytes_per_token:,} tokens of KV"
+    return f"1 slot of recurrent states = {cost}; {cache.num_slots} slots"
 
 
 def state_manager_of(cache: KVCache) -> StateManager:

@@ -49,6 +49,13 @@ GLM = {
     "pad_token_id": 0,
     "num_hidden_layers": 12,
 }
+MAMBA2: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 12,
+    "mamba_n_heads": 48,
+    "mamba_d_state": 128,
+    "tie_word_embeddings": True,
+}
 ROUTED = {
     "n_routed_experts": 16,
     "n_shared_experts": 1,
@@ -194,6 +201,26 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "tie_word_embeddings": True,
         "vocab_size": 49155,
     },
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": [*["mamba"] * 5, "attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 4096,
+        "attention_multiplier": 1 / 128,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "residual_multiplier": 0.22,
+        "vocab_size": 100352,
+    },
+    "mamba2": {
+        **{"hidden_size": 1536, "num_hidden_layers": 24, "num_heads": 48, "head_dim": 64, "n_groups": 1},
+        **{"state_size": 128, "vocab_size": 50288, "tie_word_embeddings": True},
+    },
+    "nemotron_h": {
+        **{key: value for key, value in LLAMA.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+        **{"hybrid_override_pattern": "M-M-M*-M-M-M*-M-", "head_dim": 128, "mamba_num_heads": 48, "vocab_size": 131072},
+    },
+    "bamba": {**MAMBA2, "attn_layer_indices": [5, 11], "vocab_size": 128256},
     "internlm2": {**LLAMA, "bias": False, "vocab_size": 92544},
     "internlm3": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2, "vocab_size": 128512},
     "kimi_k2": {**DEEPSEEK, **ROUTED, "q_lora_rank": 512, "routed_scaling_factor": 2.827, "vocab_size": 163840},

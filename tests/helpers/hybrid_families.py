@@ -1,10 +1,11 @@
 """The table of architectures with recurrent layers: one row per architecture."""
 
+import math
 from typing import Any
 
 from tests.helpers.family import BASE, FULL, LEFT_OUT, NOT_SILU, THREE_KEYS, Family
 
-CONV, LINEAR = "conv", "linear_attention"
+CONV, LINEAR, MAMBA, ATTENTION = "conv", "linear_attention", "mamba", "attention"
 LFM2: dict[str, Any] = {**BASE, "num_hidden_layers": 4, "block_multiple_of": 8, "tie_word_embeddings": True}
 HUB = {  # the keys of LiquidAI's files
     "block_dim": 64,
@@ -61,7 +62,6 @@ REFUSED_DELTA = [
     ({"linear_num_key_heads": 3}, "linear_num_value_heads=4 is not a multiple of linear_num_key_heads=3"),
     ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 keeps no earlier token"),
     ({"layer_types": [LINEAR, FULL]}, "is not a list of num_hidden_layers=4 types"),
-    ({"layer_types": [LINEAR] * 4}, "all layers are 'linear_attention': at least one layer must be 'full_attention'"),
     (
         {"layer_types": [FULL, "conv"] * 2},
         "layer_types has 'conv', which is not supported: only 'linear_attention', 'f",
@@ -69,7 +69,163 @@ REFUSED_DELTA = [
     ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported: only 'float32', None"),
 ]
 
+MAMBA2: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+"""A layer has 128 channels: 8 heads of 16."""
+REFUSED_MAMBA2 = [
+    THREE_KEYS,
+    NOT_SILU,
+    ({"mamba_n_heads": 12}, "mamba_n_heads=12 of mamba_d_head=10 channels are not the 128 channels of mamba_expand"),
+    ({"mamba_d_head": 8}, "mamba_n_heads=8 of mamba_d_head=8 channels are not the 128 channels of mamba_expand"),
+    ({"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
+    ({"mamba_d_conv": 1}, "mamba_d_conv=1 keeps no earlier token"),
+    ({"time_step_limit": [0.1]}, r"time_step_limit=\[0\.1\] is not two numbers from 0 on"),
+    ({"time_step_limit": [0.2, 0.1]}, r"time_step_limit=\[0\.2, 0\.1\] is not two numbers from 0 on"),
+]
+NEMOTRON: dict[str, Any] = {
+    **{key: value for key, value in BASE.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
+GRANITE: dict[str, Any] = {
+    **MAMBA2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 88,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+
 HYBRID = {
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        sizes=GRANITE,
+        variants=[
+            {"layer_types": [MAMBA, MAMBA, ATTENTION, MAMBA]},
+            {"layer_types": [MAMBA, ATTENTION] * 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+            {"layer_types": [ATTENTION, MAMBA] * 2, "position_embedding_type": "rope", "mamba_n_groups": 4},
+            {"layer_types": [ATTENTION] * 4, "position_embedding_type": "rope", "tie_word_embeddings": True},
+            {
+                "layer_types": [MAMBA, ATTENTION] * 2,
+                "mamba_n_heads": 3,
+                "mamba_expand": 3,
+                "mamba_d_state": 9,
+                "mamba_proj_bias": True,
+                "mamba_conv_bias": False,
+                "attention_bias": True,
+                "rms_norm_eps": 1e-3,
+            },
+            {"layer_types": [MAMBA, ATTENTION] * 2, "mamba_d_conv": 2, "time_step_limit": [0.5, 0.8]},
+        ],
+        read=[
+            (
+                {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope"},
+                {"is_recurrent": (True, False) * 2, "has_rotary": False, "mamba.step_limits": (0.0, math.inf)},
+            ),
+            (
+                {"layer_types": [LINEAR, FULL] * 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+                {"is_recurrent": (True, False) * 2, "mamba.step_limits": (0.0, math.inf), "num_experts": 0},
+            ),
+        ],
+        refused=[
+            *[({**changes, "layer_types": [MAMBA, ATTENTION] * 2}, error) for changes, error in REFUSED_MAMBA2],
+            ({"layer_types": [MAMBA, "conv"] * 2}, "layer_types has 'conv', which is not supported"),
+            ({}, "layer_types=None is not a list of num_hidden_layers=4 types"),
+            (
+                {"layer_types": [MAMBA, ATTENTION] * 2, "num_local_experts": 2, "num_experts_per_tok": 3},
+                "num_experts_per_tok=3 is more than num_local_experts=2",
+            ),
+            (
+                {"layer_types": [MAMBA, ATTENTION] * 2, "position_embedding_type": "alibi"},
+                "position_embedding_type='alibi' is not supported: only 'rope', 'nope', None",
+            ),
+        ],
+    ),
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        sizes={
+            **{key: BASE[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+            **{"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+        },
+        variants=[
+            {},
+            {"n_groups": 1, "num_heads": 16, "head_dim": 8, "use_bias": True, "tie_word_embeddings": True},
+            {"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "n_groups": 4},
+        ],
+        read=[({"time_step_limit": [0.1, 0.2]}, {"context_length": 2**20, "mamba.step_limits": (0.1, 0.2)})],
+        refused=[
+            NOT_SILU,
+            ({"head_dim": 8}, "num_heads=8 of head_dim=8 channels are not the 128 channels of expand"),
+            ({"n_groups": 3}, "num_heads=8 is not a multiple of n_groups=3"),
+            ({"conv_kernel": 1}, "conv_kernel=1 keeps no earlier token"),
+        ],
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        sizes={**MAMBA2, "attn_layer_indices": [2]},
+        variants=[
+            {},
+            {"attn_layer_indices": [0, 2], "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+            {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_conv": 3, "tie_word_embeddings": True},
+        ],
+        read=[({"attn_rotary_emb": 8}, {"is_recurrent": (True, True, False, True), "rotary.head_dim": 8})],
+        refused=[
+            *REFUSED_MAMBA2,
+            ({"attn_layer_indices": [4]}, r"attn_layer_indices=\[4\] is not a list of layers from 0 to 3"),
+        ],
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        sizes=NEMOTRON,
+        config={"num_hidden_layers": LEFT_OUT, "rms_norm_eps": LEFT_OUT},
+        variants=[
+            {"layers_block_type": [LINEAR, "mlp", FULL, LINEAR]},
+            {"layers_block_type": [LINEAR, "moe", FULL, "moe", LINEAR, "mlp"]},
+            {
+                "layers_block_type": [FULL, "moe", LINEAR, "moe"],
+                "moe_latent_size": 40,
+                "n_group": 2,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.5,
+            },
+            {"layers_block_type": [LINEAR, FULL], "mamba_num_heads": 5, "n_groups": 1, "tie_word_embeddings": True},
+            {"layers_block_type": ["mlp", FULL, LINEAR, "mlp"], "mlp_bias": True, "mamba_head_dim": 40},
+        ],
+        read=[
+            (
+                {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4, "rms_norm_eps": 1e-5},
+                {"is_recurrent": (True, False, False, True), "layer_kinds": (LINEAR, "mlp", FULL, LINEAR)},
+            ),
+            ({"layers_block_type": ["mamba", "attention"]}, {"is_recurrent": (True, False), "mixtures": None}),
+        ],
+        refused=[
+            ({"layers_block_type": [LINEAR, FULL], "num_key_value_heads": 3}, THREE_KEYS[1]),
+            ({"layers_block_type": [LINEAR, FULL], "mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
+            ({"layers_block_type": [LINEAR, FULL], "n_groups": 3}, "mamba_num_heads=8 is not a multiple of n_groups=3"),
+            ({"layers_block_type": [LINEAR, FULL], "conv_kernel": 1}, "conv_kernel=1 keeps no earlier token"),
+            ({"hybrid_override_pattern": "M*X"}, "a layer is 'X', which is not supported: only 'linear_attention'"),
+            ({"hybrid_override_pattern": "M*", "num_hidden_layers": 3}, "num_hidden_layers=3 contradicts its 2 layer"),
+            ({}, "layers_block_type=None is not a list of layer types"),
+            ({"layers_block_type": ["moe", FULL], "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+        ],
+    ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         tolerance=CHUNKED,
@@ -140,7 +296,6 @@ HYBRID = {
             ({"layer_types": [CONV, FULL] * 2, "full_attn_idxs": [0]}, r"full_attn_idxs=\[0\] contradicts layer_types"),
             ({"full_attn_idxs": [4]}, r"full_attn_idxs=\[4\] is not a list of layers from 0 to 3"),
             ({"full_attn_idxs": 2}, "full_attn_idxs=2 is not a list of layers"),
-            ({"layer_types": [CONV] * 4}, "all layers are 'conv': at least one layer must be 'full_attention'"),
             ({"conv_L_cache": 1}, "conv_L_cache=1 keeps no earlier token"),
             ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1 is odd"),
         ],

@@ -42,7 +42,7 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     lists = {
         key: values_by_layer[:NUM_LAYERS]
         for key, values_by_layer in values.items()
-        if isinstance(values_by_layer, list) and len(values_by_layer) == num_layers
+        if isinstance(values_by_layer, list | str) and len(values_by_layer) == num_layers
     }
     return values | lists | {"num_hidden_layers": NUM_LAYERS}
 

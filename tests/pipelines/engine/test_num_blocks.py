@@ -42,6 +42,9 @@ def test_slots_of_sequences_come_first_then_snapshots_then_blocks() -> None:
     assert choose_sizes([with_states], 16, 10**9, 8, "1MB") == ((10**6 - 33 * 10_000) // 1600, 33)
     assert choose_sizes([with_states, without], 16, 10**9, 8, "1MB") == (10**6 // 3200, 33)
     assert choose_sizes([CacheRoom(10**6, 0, 10_000), without], 16, 10**9, 8, "1MB") == (10**6 // 3200, 8 + 30)
+    only_states = CacheRoom(10**6, 0, 10_000)  # as in Mamba-2
+    assert choose_sizes([only_states], 16, 10**9, 8, "1MB") == (2**18, 100)
+    assert choose_sizes([only_states], 16, 30, 8, "auto") == (30, 8 + 1)
     assert choose_sizes([with_states], 16, 10**9, 64, "1MB")[1] == 50 + 14  # half of the memory, then as above
     assert choose_sizes([CacheRoom(1_200_000, 12_288, 81_920)], 64, 10**9, 32, "1.2MB") == (1, 5)
     assert choose_sizes([with_states], 16, 48, 8, "auto") == (48, 8 + 48 * 16 // 256)

@@ -1,0 +1,146 @@
+"""Granite 4: most layers are Mamba-2, the others Granite's attention, with dense layers or mixtures of experts.
+
+T tokens, E hidden channels, N experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.moe import route
+from models import decoder
+from models.batch import Batch
+from models.config import ConfigReader
+from models.decoder import RecurrentConfig, read_decoder_config, residual_norm
+from models.families import granite
+from models.families.granite import GraniteLM, Multipliers, read_multipliers
+from models.layers.layer_types import FULL, check_layer_types
+from models.layers.linear import Linear
+from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
+from models.layers.mlp import MLP, FusedMLP
+from models.layers.module import Module
+from models.layers.moe import Experts
+from models.layers.named_parts import NamedParts
+from models.layers.rotary import RotaryEmbedding
+from models.layout import HEADS, ModelLayout, Unit
+
+LINEAR = "linear_attention"
+HUB_TYPES = {"mamba": LINEAR, "attention": FULL}
+"""transformers' layer types by the names in IBM's files."""
+
+
+@dataclass(frozen=True)
+class GraniteHybridConfig(RecurrentConfig):
+    multipliers: Multipliers
+    mamba: Mamba2Config
+    attention_bias: bool
+    has_rotary: bool
+    shared_intermediate_size: int
+    num_experts: int
+    """0: the layers are dense."""
+    num_experts_per_tok: int
+
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        return (self.num_experts > 0,) * self.num_hidden_layers
+
+
+def read_config(config: ConfigReader) -> GraniteHybridConfig:
+    """Read config.json, with defaults as in transformers.
+
+    Raises UserError for missing, mistyped or unsupported values, and for contradicting kinds of layers.
+    """
+    shape = read_decoder_config(config, 1e-6, 2048)
+    types = config.raw("layer_types", config.raw("layers_block_type"))
+    if isinstance(types, list):
+        types = [HUB_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    experts, chosen = _read_experts(config)
+    config.expect("normalization_function", ("rmsnorm", None), None)
+    position_type = config.expect("position_embedding_type", ("rope", "nope", None), None)
+    return GraniteHybridConfig(
+        **vars(shape),
+        is_recurrent=check_layer_types(types, LINEAR, shape.num_hidden_layers),
+        multipliers=read_multipliers(config),
+        mamba=read_mamba2(config, shape.hidden_size, shape.rms_norm_eps),
+        attention_bias=config.get("attention_bias", bool, False),
+        has_rotary=position_type == "rope",
+        shared_intermediate_size=config.count("shared_intermediate_size", 1024),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+    )
+
+
+def _read_experts(config: ConfigReader) -> tuple[int, int]:
+    """Return the numbers of experts and of a token's experts."""
+    if config.raw("num_local_experts") == 0:
+        config.raw("num_experts_per_tok")
+        return 0, 0
+    experts, chosen = config.count("num_local_experts", 8), config.count("num_experts_per_tok", 2)
+    if chosen > experts:
+        raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
+    return experts, chosen
+
+
+class NoPEAttention(granite.Attention):
+    turn_and_store = decoder.NoPEAttention.turn_and_store
+
+
+class SharedMLP(FusedMLP):
+    names = ("input_linear", "output_linear")
+
+
+class Router(NamedParts):
+    names = ("layer",)
+
+
+class Mixture(Module):
+    """A router and its experts. The weights of a token's experts are normalised to a sum of 1."""
+
+    readers: Sequence[Linear] = ()
+    """Empty, because router and experts read floats."""
+
+    def __init__(self, c: GraniteHybridConfig) -> None:
+        super().__init__()
+        self.router = Router(Linear(c.hidden_size, c.num_experts, bias=False, is_quantizable=False))
+        experts = (MLP(c.hidden_size, c.intermediate_size) for _ in range(c.num_experts))
+        self.experts = Experts(experts, c.num_experts_per_tok)
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        """x and the result are [T, E]."""
+        logits = self.router.parts[0](x, batch)  # [T, N]
+        result: Tensor = self.experts(x, *route(logits, self.experts.num_experts_per_tok, True))
+        return result
+
+
+class HybridLayer(granite.DecoderLayer):
+    def __init__(self, c: GraniteHybridConfig, mixer: nn.Module) -> None:
+        mixture = {"block_sparse_moe": Mixture(c)} if c.num_experts else {}
+        mlps = {**mixture, "shared_mlp": SharedMLP(c.hidden_size, c.shared_intermediate_size)}
+        mixer_name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
+        self.names = ("input_layernorm", mixer_name, "post_attention_layernorm", *mlps)
+        NamedParts.__init__(self, residual_norm(c), mixer, residual_norm(c), *mlps.values())
+
+
+def make_attention(c: GraniteHybridConfig) -> granite.Attention:
+    attention = granite.Attention if c.has_rotary else NoPEAttention
+    return attention(c, c.multipliers.attention, c.attention_bias)
+
+
+class GraniteHybrid(GraniteLM):
+    layout = ModelLayout(
+        recurrent="mamba",
+        scale_fold_targets={"down_proj": "up_proj", "o_proj": "v_proj"},
+        row_parallel=("o_proj", "out_proj", "output_linear", "down_proj"),
+        replicated=("layer",),
+        units={**HEADS, "input_linear": (Unit.CHANNEL, Unit.CHANNEL)},
+    )
+    float32_tensors = ("A_log", "dt_bias", "mamba.D")
+
+    def __init__(self, c: GraniteHybridConfig) -> None:
+        layers = (
+            HybridLayer(c, Mamba2(c.hidden_size, c.mamba) if is_recurrent else make_attention(c))
+            for is_recurrent in c.recurrent_layers
+        )
+        super().__init__(c, c.multipliers, layers, RotaryEmbedding(c.rotary) if c.has_rotary else None)
