@@ -62,6 +62,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.formats.gguf.decoder_keys",
         "models.formats.gguf.output_tensor",
         "models.formats.gguf.special_tokens",
+        "models.formats.gguf.stacked",
         "models.formats.gguf.tokenizer",
         "models.formats.gguf.vocabulary",
     ),

@@ -10,14 +10,26 @@ import torch
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
+from models.formats.gguf.recurrent_config import (
+    KEY_HEADS,
+    NEMOTRON_ARRAYS,
+    granite,
+    granite_hybrid,
+    lfm2,
+    lfm2_moe,
+    mamba2,
+    nemotron_h,
+    qwen35,
+    qwen35_moe,
+)
 from models.formats.gguf.rotary import longrope, partial_rotary_factor, rope_scaling, rotary_channels
 from models.formats.gguf.special_tokens import NONE
 from models.formats.gguf.tensors import STORED
 
 END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
-SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
 YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
 BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states exceed float16's range
@@ -40,8 +52,8 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
         raise UserError(
             f"{header.path} holds a vocabulary and no tensors: give it as model.tokenizer=FILE, and a model as model.path"
         )
-    prefix, array = f"{architecture}.", f"{architecture}.{ARRAYS.get(architecture)}"
-    listed = next((key for key in header.arrays if key.startswith(prefix) and key != array), None)
+    prefix, arrays = f"{architecture}.", {f"{architecture}.{key}" for key in ARRAYS.get(architecture, ())}
+    listed = next((key for key in header.arrays if key.startswith(prefix) and key not in arrays), None)
     if listed is not None:
         raise UserError(
             f"{header.path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
@@ -93,47 +105,13 @@ def _dtype(tensors: list[TensorInfo], architecture: str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _has_bias(file: GGUFMetadata, module: str) -> bool:
-    return f"blk.0.{module}.bias" in file.tensors
-
-
-def _shape(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
-    """Return the keys of a decoder with rotary attention, except partial_rotary_factor.
-
-    `inner_size`: the default of files without feed_forward_length, whose layers are all mixtures.
-    """
-    read = file.read
-    heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
-    head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
-    read.expect("attention.value_length", (head_dim,), head_dim)
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": read.count("feed_forward_length", inner_size),
-        "num_hidden_layers": read.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": read.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": read.count("context_length"),
-        "rope_theta": read.positive("rope.freq_base", 10000.0),
-    }
-
-
-def _decoder(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of a decoder whose rotary embedding covers the whole head."""
-    shape = _shape(file)
-    file.read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
-    file.read.expect("rope.scaling.yarn_log_multiplier", (None, 0.0), None)
-    return shape | {"rope_scaling": rope_scaling(file, shape["head_dim"])}
-
-
 def _window(file: GGUFMetadata) -> int | None:
     return None if file.read.raw("attention.sliding_window") is None else file.read.count("attention.sliding_window")
 
 
 def _llama(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys for llama.cpp's `llama`: Mixtral if it has experts, Mistral if it has a window, else Llama."""
-    shape, window = _decoder(file), _window(file)
+    shape, window = rotary_decoder(file), _window(file)
     if file.read.get("expert_count", int, 0):
         experts = {
             "num_local_experts": file.read.count("expert_count"),
@@ -142,7 +120,7 @@ def _llama(file: GGUFMetadata) -> dict[str, Any]:
         return shape | {"model_type": "mixtral", "sliding_window": window} | experts
     if window is not None:
         return shape | {"model_type": "mistral", "sliding_window": window}
-    biases = {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_gate")}
+    biases = {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_gate")}
     return shape | {"model_type": "llama"} | biases
 
 
@@ -151,7 +129,7 @@ def _qwen(file: GGUFMetadata) -> dict[str, Any]:
 
     Its inner size counts both matrices. llama.cpp supports neither of its two scalings for long texts.
     """
-    shape = _decoder(file)
+    shape = rotary_decoder(file)
     length = shape["max_position_embeddings"]
     return {
         key: shape[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -168,11 +146,11 @@ def _qwen(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _qwen2(file: GGUFMetadata) -> dict[str, Any]:
-    return _decoder(file) | {"model_type": "qwen2"}
+    return rotary_decoder(file) | {"model_type": "qwen2"}
 
 
 def _qwen3(file: GGUFMetadata) -> dict[str, Any]:
-    return _decoder(file) | {"model_type": "qwen3", "attention_bias": _has_bias(file, "attn_q")}
+    return rotary_decoder(file) | {"model_type": "qwen3", "attention_bias": has_bias(file, "attn_q")}
 
 
 def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
@@ -180,9 +158,9 @@ def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
     file.read.expect("expert_gating_func", (SOFTMAX, None), None)
     file.read.expect("expert_weights_norm", (True, None), None)
     file.read.expect("expert_weights_scale", (None, 0.0, 1.0), None)
-    return _decoder(file) | {
+    return rotary_decoder(file) | {
         "model_type": "qwen3_moe",
-        "attention_bias": _has_bias(file, "attn_q"),
+        "attention_bias": has_bias(file, "attn_q"),
         "num_experts": file.read.count("expert_count"),
         "num_experts_per_tok": file.read.count("expert_used_count"),
         "moe_intermediate_size": file.read.count("expert_feed_forward_length"),
@@ -191,10 +169,10 @@ def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _gemma(file: GGUFMetadata, architecture: str) -> dict[str, Any]:
-    shape = _decoder(file)
+    shape = rotary_decoder(file)
     by_hidden_size = shape["num_hidden_layers"] == GEMMA_SCALED_BY_HIDDEN_SIZE[architecture]
     scale = shape["hidden_size"] / shape["num_attention_heads"] if by_hidden_size else float(shape["head_dim"])
-    return shape | {"attention_bias": _has_bias(file, "attn_q"), "query_pre_attn_scalar": scale}
+    return shape | {"attention_bias": has_bias(file, "attn_q"), "query_pre_attn_scalar": scale}
 
 
 def _gemma2(file: GGUFMetadata) -> dict[str, Any]:
@@ -221,7 +199,7 @@ def _gemma3(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _phi3(file: GGUFMetadata) -> dict[str, Any]:
-    shape, read = _shape(file), file.read
+    shape, read = decoder_shape(file), file.read
     read.expect("attention.key_length", (shape["hidden_size"] // shape["num_attention_heads"],), shape["head_dim"])
     read.expect("rope.scaling.factor", (None, 0.0, 1.0), None)
     read.expect("rope.scaling.type", ("none", "longrope", None), None)
@@ -243,11 +221,11 @@ def _glm4(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _glm(file: GGUFMetadata) -> dict[str, Any]:
-    shape = _shape(file)
+    shape = decoder_shape(file)
     channels = rotary_channels(file, shape["head_dim"])
     return shape | {
         "model_type": "glm",
-        "attention_bias": _has_bias(file, "attn_q"),
+        "attention_bias": has_bias(file, "attn_q"),
         "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
         "rope_scaling": rope_scaling(file, channels),
     }
@@ -260,7 +238,7 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
     """
     if "blk.0.attn_qkv.weight" not in file.tensors:
         return _glm(file)
-    shape = _shape(file)
+    shape = decoder_shape(file)
     file.read.expect("rope.dimension_count", (shape["head_dim"] // 2,), shape["head_dim"] // 2)
     scaling = rope_scaling(file, shape["head_dim"] // 2)
     if scaling is None:
@@ -280,7 +258,7 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
         "padded_vocab_size": file.read.count("vocab_size", file.tensors["token_embd.weight"].shape[0]),
         "layernorm_epsilon": shape["rms_norm_eps"],
         "seq_length": shape["max_position_embeddings"],
-        "add_qkv_bias": _has_bias(file, "attn_qkv"),
+        "add_qkv_bias": has_bias(file, "attn_qkv"),
     }
 
 
@@ -346,7 +324,7 @@ def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
         "qk_nope_head_dim": key_length - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
         "v_head_dim": read.count(f"attention.value_length{suffix}"),
-        "attention_bias": _has_bias(file, "attn_kv_a_mqa"),
+        "attention_bias": has_bias(file, "attn_kv_a_mqa"),
         "rope_scaling": scaling,
     }
 
@@ -380,83 +358,12 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def _lfm2(file: GGUFMetadata, architecture: str = "lfm2") -> dict[str, Any]:
-    """Return the keys of LFM2. Layers without key heads are convolutions."""
-    shape, key = _decoder(file), f"{architecture}.{ARRAYS[architecture]}"
-    counts = file.header.numbers(key, "i", shape["num_hidden_layers"])
-    numbers = {count for count in counts if count}
-    if len(numbers) != 1 or min(counts) < 0:
-        problem = f"{file.header.path}: {key}={counts} needs one number of key heads for all layers with attention"
-        raise UserError(f"{problem}, and 0 for all other layers")
-    return shape | {
-        "model_type": "lfm2",
-        "num_key_value_heads": numbers.pop(),
-        "norm_eps": shape.pop("rms_norm_eps"),
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": file.read.count("shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in file.tensors),
-    }
-
-
-def _lfm2_moe(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of LFM2-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
-    file.read.expect("expert_gating_func", (SIGMOID,), SIGMOID)
-    file.read.expect("expert_weights_norm", (True, None), None)
-    values = _lfm2(file, "lfm2moe")
-    del values["block_auto_adjust_ff_dim"]
-    return values | {
-        "model_type": "lfm2_moe",
-        "num_experts": file.read.count("expert_count"),
-        "num_experts_per_tok": file.read.count("expert_used_count"),
-        "moe_intermediate_size": file.read.count("expert_feed_forward_length"),
-        "num_dense_layers": file.read.get("leading_dense_block_count", int, 0),
-        "use_expert_bias": any("exp_probs_b" in name for name in file.tensors),
-        "routed_scaling_factor": file.read.get("expert_weights_scale", float, 0.0) or 1.0,
-    }
-
-
-def _qwen35(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
-    """Return the keys of Qwen3.5. The file's last layers may be for multi-token prediction, which is not loaded."""
-    read, shape = file.read, _shape(file, inner_size)
-    channels, values = rotary_channels(file, shape["head_dim"]), read.count("ssm.time_step_rank")
-    inner_size = read.count("ssm.inner_size")
-    if inner_size % values:
-        raise UserError(
-            f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of ssm.time_step_rank={values}"
-        )
-    shape["num_hidden_layers"] -= read.get("nextn_predict_layers", int, 0)
-    return shape | {
-        "model_type": "qwen3_5_text",
-        "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
-        "rope_scaling": rope_scaling(file, channels),
-        "linear_num_key_heads": read.count("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "linear_key_head_dim": read.count("ssm.state_size"),
-        "linear_value_head_dim": inner_size // values,
-        "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
-        "full_attention_interval": read.count("full_attention_interval", 4),
-    }
-
-
-def _qwen35_moe(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of Qwen3.5-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
-    file.read.expect("expert_gating_func", (SOFTMAX, None), None)
-    file.read.expect("expert_weights_norm", (True, None), None)
-    width = file.read.count("expert_feed_forward_length")
-    return _qwen35(file, width) | {
-        "model_type": "qwen3_5_moe_text",
-        "num_experts": file.read.count("expert_count"),
-        "num_experts_per_tok": file.read.count("expert_used_count"),
-        "moe_intermediate_size": width,
-        "shared_expert_intermediate_size": file.read.count("expert_shared_feed_forward_length", width),
-    }
-
-
-ARRAYS = dict.fromkeys(("lfm2", "lfm2moe"), "attention.head_count_kv") | dict.fromkeys(
-    ("qwen35", "qwen35moe"), "rope.dimension_sections"
-)
-"""The key that may have an array, by architecture. The sections of the rotary embedding have no effect on text."""
+ARRAYS = {
+    **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid"), (KEY_HEADS,)),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
+    **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
+}
+"""The keys that may have arrays, by architecture. The sections of the rotary embedding have no effect on text."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen": _qwen,
@@ -471,9 +378,14 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gpt2": _gpt2,
     "bloom": _bloom,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2_moe,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35_moe,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2_moe,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35_moe,
+    "granite": granite,
+    "granitehybrid": granite_hybrid,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
+    "mamba2": mamba2,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""

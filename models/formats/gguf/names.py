@@ -5,7 +5,7 @@ Names are from gguf's constants.py. This module and reader.py undo the changes o
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -31,6 +31,10 @@ class TensorLayout:
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
     depthwise: tuple[str, ...] = ()
     """Modules whose weight is [C, K] in the file and [C, 1, K] in Hugging Face's layout."""
+    flat: tuple[str, ...] = ()
+    """Suffixes of the names of vectors that are matrices in the file."""
+    stacked: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """Modules whose rows are in several tensors of the file, by llama.cpp's names of these in order."""
     norm_offset: float = 0.0
     """Offset of the file's norm weights over Hugging Face's; Hugging Face's model adds the offset itself."""
     plain_norms: tuple[str, ...] = ()
@@ -264,6 +268,58 @@ QWEN35 = TensorLayout(
     norm_offset=1.0,
     plain_norms=("linear_attn.norm.weight",),
 )
+SSM = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+"""The modules of Mamba-2."""
+GRANITE_HYBRID = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **PRE_NORMS,
+        **ATTENTION,
+        **{name: f"mamba.{module}" for name, module in SSM.items()},
+        "ffn_down": "shared_mlp.output_linear",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+    },
+    in_expert=GATED_MLP,
+    experts="block_sparse_moe.experts",
+    depthwise=("conv1d",),
+    flat=(".A_log", ".D", "mamba.norm.weight"),
+    stacked=dict.fromkeys((("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")), "shared_mlp.input_linear"),
+)
+BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+MAMBA2 = TensorLayout(
+    BACKBONE,
+    {"attn_norm": "norm", **{name: f"mixer.{module}" for name, module in SSM.items()}},
+    layers="backbone.layers",
+    depthwise=("conv1d",),
+    flat=(".A_log", ".D", "mixer.norm.weight"),
+)
+NEMOTRON_H = replace(
+    MAMBA2,
+    in_layer={
+        **MAMBA2.in_layer,
+        **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    in_expert={"ffn_up": "up_proj", "ffn_down": "down_proj"},
+    experts="mixer.experts",
+)
 LAYOUTS = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -274,6 +330,10 @@ LAYOUTS = {
     "qwen3_moe": QWEN3,
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35,
+    "granite": LLAMA,
+    "granitemoehybrid": GRANITE_HYBRID,
+    "mamba2": MAMBA2,
+    "nemotron_h": NEMOTRON_H,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "phi3": PHI3,

@@ -37,7 +37,7 @@ def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
     if model_type == "bloom":
         heads = config.count("n_head")
         return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
-    if model_type in ("llama", "mistral", "mixtral"):
+    if model_type in ("llama", "mistral", "mixtral", "granite", "granitemoehybrid", "nemotron_h"):
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         return {
             name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))

@@ -3,6 +3,7 @@
 The result is config.json keys, and weights with Hugging Face's names, shapes and row order, dequantised during reading.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from models.formats.gguf.halves import find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
+from models.formats.gguf.stacked import Stacked, find_stacked
 from models.formats.gguf.tensors import STORED, read_bytes, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
 
@@ -57,28 +59,30 @@ class GGUFWeights:
         self._row_orders, self._column_orders = row_orders(config), column_orders(config)
         self._sources: dict[str, TensorInfo] = {}
         tensors = all_tensors(headers)
-        self._halves = find_halves(tensors)
+        self._halves, self._stacked = find_halves(tensors), find_stacked(self._layout, tensors)
         num_layers = config.get("num_hidden_layers", int, len(tensors))
-        half_names = {name for halves in self._halves.values() for name in halves.names}
+        part_names = {name for matrix in (self._halves | self._stacked).values() for name in matrix.names}
         for name, tensor in tensors.items():
-            if name in self._layout.settings or name in half_names:
+            if name in self._layout.settings or name in part_names:
                 continue
             if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
                 continue  # it predicts further tokens
             for hf_name, source in _hugging_face_tensors(self._layout, name, tensor).items():
-                if hf_name in self._sources or hf_name in self._halves:
+                if hf_name in self._sources or hf_name in self._halves or hf_name in self._stacked:
                     raise UserError(f"{tensor.path} holds {hf_name} twice: the second is in {name!r}")
                 self._sources[hf_name] = source
         self.shapes = self._shapes()
         self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
-        self.dtypes |= {name: halves.dtype for name, halves in self._halves.items()}
+        self.dtypes |= {name: matrix.dtype for name, matrix in (self._halves | self._stacked).items()}
 
     def coded_modules(self) -> dict[str, str]:
-        return {
-            name.removesuffix(".weight"): source.type.name
+        types = {
+            name: source.type
             for name, source in self._sources.items()
             if source.type not in STORED and len(source.shape) == 2 and self._keeps_columns(name, source)
         }
+        types |= {name: matrix.block_type for name, matrix in self._stacked.items() if matrix.block_type is not None}
+        return {name.removesuffix(".weight"): type.name for name, type in types.items()}
 
     def _keeps_columns(self, name: str, source: TensorInfo) -> bool:
         """Return whether the codes of a tensor can be permuted as its columns are: a head must be of whole blocks."""
@@ -89,6 +93,8 @@ class GGUFWeights:
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
                 self._sources[f"{module}.blocks"] = source
+            if matrix := self._stacked.pop(f"{module}.weight", None):
+                self._stacked[f"{module}.blocks"] = matrix
         # Largest first: a load then needs the memory of a small tensor, not of the head, in addition to all weights.
         self._sources = dict(sorted(self._sources.items(), key=lambda item: -item[1].num_bytes))
         self.shapes = self._shapes()
@@ -113,12 +119,16 @@ class GGUFWeights:
     def _read(self, name: str) -> Tensor:
         if halves := self._halves.get(name):
             return halves.read()
+        if matrix := self._stacked.get(name):
+            return torch.from_numpy(matrix.read_blocks()) if name.endswith(".blocks") else matrix.read()
         source = self._sources[name]
         if name.endswith(".blocks"):
             return torch.from_numpy(read_bytes(source)).view(self.shapes[name])
         tensor = read_tensor(source)
         if self._is_depthwise(name):
             return tensor.unsqueeze(1)
+        if name.endswith(self._layout.flat):
+            return tensor.flatten()
         return tensor.T if self._is_transposed(name) else tensor
 
     def _is_transposed(self, name: str) -> bool:
@@ -131,14 +141,23 @@ class GGUFWeights:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._shape(name, source) for name, source in self._sources.items()}
-        return shapes | {name: halves.shape for name, halves in self._halves.items()}
+        shapes |= {name: halves.shape for name, halves in self._halves.items()}
+        return shapes | {name: _stacked_shape(name, matrix) for name, matrix in self._stacked.items()}
 
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:
         if name.endswith(".blocks"):
             return source.shape[0], source.num_bytes // source.shape[0]
         if self._is_depthwise(name) and len(source.shape) == 2:
             return source.shape[0], 1, source.shape[1]
+        if name.endswith(self._layout.flat):
+            return (math.prod(source.shape),)
         return source.shape[::-1] if self._is_transposed(name) else source.shape
+
+
+def _stacked_shape(name: str, matrix: Stacked) -> tuple[int, int]:
+    if not name.endswith(".blocks"):
+        return matrix.shape
+    return matrix.shape[0], matrix.parts[0].num_bytes // matrix.parts[0].shape[0]
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:

@@ -19,10 +19,11 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
+from models.families.nemotron_h import PATTERN
 from models.formats import open_checkpoint, open_tokenizer
 from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
-from tests.helpers.catalog import link
+from tests.helpers.catalog import ROWS, link
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
@@ -38,6 +39,17 @@ pytestmark = [
 NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
 RECURRENT = {"lfm2": 0, "lfm2_moe": 0, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
 """The number of the variant: Qwen3.5's files have attention in every fourth layer."""
+READ_ONLY = {
+    "granite": ("granite", 0),
+    "granite 4": ("granitemoehybrid", 0),
+    "granite 4 mixture": ("granitemoehybrid", 1),
+    "granite 4 attention": ("granitemoehybrid", 3),
+    "mamba 2": ("mamba2", 0),
+    "nemotron": ("nemotron_h", 0),
+    "nemotron mixture": ("nemotron_h", 1),
+    "nemotron latent": ("nemotron_h", 2),
+}
+"""Architecture and number of the variant. This project does not write these files."""
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
     "deepseek_v3": {"scoring_func": "sigmoid"},
@@ -104,17 +116,34 @@ def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
     assert errors == [None] * len(jobs), done.stderr[-2000:]
 
 
+def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json whose values differ in the files of IBM and NVIDIA."""
+    if family == "granitemoehybrid":
+        return {"num_experts_per_tok": 0, **settings}
+    if family == "nemotron_h":
+        letters = {kind: letter for letter, kind in PATTERN.items()}
+        pattern = "".join(letters[kind] for kind in settings["layers_block_type"])
+        return {"hybrid_override_pattern": pattern, "layers_block_type": None, "num_hidden_layers": len(pattern)}
+    return {}
+
+
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
     references, jobs = {}, []
-    for name in [*CASES, *LLAMA_LIKE, *RECURRENT]:
+    for name in [*CASES, *LLAMA_LIKE, *RECURRENT, *READ_ONLY]:
         if name in NOT_WRITTEN:
             continue
-        folder = tmp_path / name
+        folder, in_hub_file = tmp_path / name, dict[str, Any]()
         if name in CASES:
             references[name] = build(folder, name)
         elif name in RECURRENT:
             folder.mkdir()
             references[name] = HYBRID[name].write(folder, **HYBRID[name].variants[RECURRENT[name]])
+        elif name in READ_ONLY:
+            folder.mkdir()
+            family, variant = READ_ONLY[name]
+            row = (HYBRID | ROWS)[family]
+            references[name] = row.write(folder, **row.variants[variant])
+            in_hub_file = as_published(family, row.variants[variant])
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none
@@ -122,7 +151,7 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             references[name] = write_random(folder, model_class(model_class.config_class(**settings)))
         config_json = json.loads((folder / "config.json").read_text())
         more = next((keys for family, keys in OF_PUBLISHED_CONFIGS.items() if name.startswith(family)), {})
-        (folder / "config.json").write_text(json.dumps(config_json | more))
+        (folder / "config.json").write_text(json.dumps(config_json | more | in_hub_file))
         # for Gemma 3, the converter reads their number
         vocabulary = {"model": {"vocab": {str(id): id for id in range(96)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
