@@ -198,8 +198,9 @@ class DecoderLayer(NamedParts):
 
     names: tuple[str, ...] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
-    def __init__(self, c: PreNormShape, self_attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(residual_norm(c), self_attn, residual_norm(c), mlp)
+    def __init__(self, c: PreNormShape, self_attn: nn.Module, *mlps: nn.Module) -> None:
+        """`mlps`: one, unless the subclass computes several."""
+        super().__init__(residual_norm(c), self_attn, residual_norm(c), *mlps)
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts

@@ -5,13 +5,11 @@ from functools import partial
 
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderLayer, DecoderLM, RecurrentConfig, read_decoder_config
-from models.layers.layer_types import check_layer_types, types_of_indices
+from models.layers.layer_types import LINEAR, check_layer_types, types_of_indices
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
 from models.layers.mlp import MLP
 from models.layers.rotary import read_rotary_config
 from models.layout import ModelLayout
-
-LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)

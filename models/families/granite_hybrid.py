@@ -13,10 +13,10 @@ from kernels.moe import route
 from models import decoder
 from models.batch import Batch
 from models.config import ConfigReader
-from models.decoder import RecurrentConfig, read_decoder_config, residual_norm
+from models.decoder import RecurrentConfig, read_decoder_config
 from models.families import granite
 from models.families.granite import GraniteLM, Multipliers, read_multipliers
-from models.layers.layer_types import FULL, check_layer_types
+from models.layers.layer_types import LINEAR, check_layer_types, renamed_types
 from models.layers.linear import Linear
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
 from models.layers.mlp import MLP, FusedMLP
@@ -25,10 +25,6 @@ from models.layers.moe import Experts
 from models.layers.named_parts import NamedParts
 from models.layers.rotary import RotaryEmbedding
 from models.layout import HEADS, ModelLayout, Unit
-
-LINEAR = "linear_attention"
-HUB_TYPES = {"mamba": LINEAR, "attention": FULL}
-"""transformers' layer types by the names in IBM's files."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,7 @@ def read_config(config: ConfigReader) -> GraniteHybridConfig:
     Raises UserError for missing, mistyped or unsupported values, and for contradicting kinds of layers.
     """
     shape = read_decoder_config(config, 1e-6, 2048)
-    types = config.raw("layer_types", config.raw("layers_block_type"))
-    if isinstance(types, list):
-        types = [HUB_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    types = renamed_types(config.raw("layer_types", config.raw("layers_block_type")))
     experts, chosen = _read_experts(config)
     config.expect("normalization_function", ("rmsnorm", None), None)
     position_type = config.expect("position_embedding_type", ("rope", "nope", None), None)
@@ -120,7 +114,7 @@ class HybridLayer(granite.DecoderLayer):
         mlps = {**mixture, "shared_mlp": SharedMLP(c.hidden_size, c.shared_intermediate_size)}
         mixer_name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
         self.names = ("input_layernorm", mixer_name, "post_attention_layernorm", *mlps)
-        NamedParts.__init__(self, residual_norm(c), mixer, residual_norm(c), *mlps.values())
+        super().__init__(c, mixer, *mlps.values())
 
 
 def make_attention(c: GraniteHybridConfig) -> granite.Attention:

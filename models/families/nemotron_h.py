@@ -1,6 +1,6 @@
 """Nemotron-H, Nemotron Nano 2 and 3: each layer is Mamba-2, attention, a feed-forward layer or a mixture of experts.
 
-T tokens, E hidden channels, F feed-forward channels, L latent channels.
+T tokens, E hidden channels, L latent channels.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from models.batch import Batch, LayerCache, LayerState
 from models.config import ConfigReader
 from models.decoder import MixerLayer, NoPEAttention, PreNormLM, RecurrentConfig
 from models.layers.grouped_moe import Gate, Routing, read_routing
-from models.layers.layer_types import FULL, read_num_taps
+from models.layers.layer_types import FULL, LINEAR, read_num_taps, renamed_types
 from models.layers.linear import Linear
 from models.layers.mamba2 import Mamba2, Mamba2Config, StateSpaceHeads, read_step_limits
 from models.layers.mlp import SquaredReluMLP
@@ -23,10 +23,9 @@ from models.layers.norm import ResidualStream
 from models.layers.rotary import Angles, RotaryConfig
 from models.layout import ModelLayout
 
-LINEAR, MLP, MIXTURE = "linear_attention", "mlp", "moe"
+MLP, MIXTURE = "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MIXTURE}
 """Layer types by the letters of hybrid_override_pattern."""
-HUB_TYPES = {"mamba": LINEAR, "attention": FULL}
 WITHOUT_EFFECT = """
 chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_intermediate_size moe_shared_expert_intermediate_size
 moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type n_group n_routed_experts n_shared_experts
@@ -105,7 +104,7 @@ def _read_types(config: ConfigReader) -> tuple[str, ...]:
         types = [PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(types, list) or not types:
         raise UserError(f"config.json: layers_block_type={types!r} is not a list of layer types")
-    types = [HUB_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    types = renamed_types(types)
     if unknown := [kind for kind in types if kind not in PATTERN.values()]:
         supported = ", ".join(map(repr, PATTERN.values()))
         raise UserError(f"config.json: a layer is {unknown[0]!r}, which is not supported: only {supported}")

@@ -7,11 +7,9 @@ from typing import ClassVar
 from models.config import ConfigReader
 from models.decoder import RecurrentConfig, read_decoder_config
 from models.layers.gated_delta import DeltaHeads
-from models.layers.layer_types import FULL, check_layer_types, read_num_taps
+from models.layers.layer_types import FULL, LINEAR, check_layer_types, read_num_taps
 from models.layers.moe import MixtureConfig, read_mixture
 from models.layers.rotary import read_rotary_config
-
-LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)

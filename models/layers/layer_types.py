@@ -5,7 +5,9 @@ from typing import Any
 from conf.errors import UserError
 from models.config import ConfigReader
 
-FULL = "full_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
+HUB_NAMES = {"mamba": LINEAR, "attention": FULL}
+"""transformers' layer types by the names in the files of IBM and NVIDIA."""
 
 
 def check_layer_types(types: Any, recurrent: str, num_layers: int) -> tuple[bool, ...]:
@@ -19,6 +21,13 @@ def check_layer_types(types: Any, recurrent: str, num_layers: int) -> tuple[bool
         supported = f"{recurrent!r}, {FULL!r}"
         raise UserError(f"config.json: layer_types has {unknown[0]!r}, which is not supported: only {supported}")
     return tuple(kind == recurrent for kind in types)
+
+
+def renamed_types(types: Any) -> Any:
+    """Return a list of layer types with transformers' names, and anything else unchanged."""
+    if not isinstance(types, list):
+        return types
+    return [HUB_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
 
 
 def types_of_indices(key: str, indices: Any, recurrent: str, num_layers: int) -> list[str]:

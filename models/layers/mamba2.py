@@ -166,18 +166,19 @@ class Mamba2(Module):
         Raises UserError for more ranks than heads.
         """
         self.check_ranks(tp)
-        heads, (queries, groups) = self.heads, vars(shard_heads(*self.num_heads, tp, rank)).values()
-        x = _scaled(queries, heads.head_channels)
-        b = _scaled(groups, heads.state_channels, heads.size)
-        c = _scaled(groups, heads.state_channels, heads.size + heads.group_size)
-        steps = _scaled(queries, 1, heads.size + heads.conv_size)
-        rows = x, *(range(part.start + heads.size, part.stop + heads.size) for part in (x, b, c)), steps
-        shards = {f"in_proj.{name}": shard for name, shard in self.in_proj.shard(rows).items()}
-        rank_heads = replace(heads, num_heads=len(queries), num_groups=len(groups))
+        heads, part = self.heads, shard_heads(*self.num_heads, tp, rank)
+        x = _channels(part.queries, heads.head_channels)
+        b = _channels(part.keys, heads.state_channels, heads.size)
+        c = _channels(part.keys, heads.state_channels, heads.size + heads.group_size)
+        in_projection = (_shifted(channels, heads.size) for channels in (x, b, c))  # after the gate
+        steps = _shifted(part.queries, heads.size + heads.conv_size)
+        shards = self.in_proj.shard((x, *in_projection, steps))
+        shards = {f"in_proj.{name}": shard for name, shard in shards.items()}
+        rank_heads = replace(heads, num_heads=len(part.queries), num_groups=len(part.keys))
         weight, has_bias = self.conv1d.weight, self.conv1d.bias is not None
         self._set_heads(rank_heads, weight.shape[2], has_bias, weight.device)
         shards |= {f"conv1d.{name}": Shard(0, (x, b, c)) for name, _ in self.conv1d.named_parameters()}
-        return shards | dict.fromkeys(("A_log", "D", "dt_bias"), Shard(0, (queries,)))
+        return shards | dict.fromkeys(("A_log", "D", "dt_bias"), Shard(0, (part.queries,)))
 
     def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
         """Return [T, E], in the last layer [R, E]."""
@@ -194,6 +195,10 @@ class Mamba2(Module):
         return self.out_proj(self.norm(mixed, gate), batch)
 
 
-def _scaled(heads: range, width: int, start: int = 0) -> range:
+def _channels(heads: range, width: int, start: int = 0) -> range:
     """Return the channels of these heads, if the first head of all begins at `start`."""
     return range(start + heads.start * width, start + heads.stop * width)
+
+
+def _shifted(indices: range, distance: int) -> range:
+    return range(indices.start + distance, indices.stop + distance)
