@@ -158,6 +158,7 @@ HYBRID = {
     ),
     "mamba2": Family(
         "Mamba2ForCausalLM",
+        config={"rms_norm_eps": LEFT_OUT},
         sizes={
             **{key: BASE[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")},
             **{"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
