@@ -251,16 +251,17 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
     Raises TypeError, KeyError or ValueError for an entry of another form.
     """
     entries = [None if entry is None else CacheFormat(**entry) for entry in reader.raw("cache")]
-    num_layers, by_layer = len(entries) // 2, reader.raw("states")
-    states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer or [[]] * num_layers]
+    by_layer = reader.raw("states")
+    has_states = by_layer is not None
+    by_layer = by_layer if has_states else [[]] * (len(entries) // 2)
+    states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
     if len(entries) != 2 * len(states):
         raise ValueError(f"cache has {len(entries)} entries, expected two for each of {len(states)} layers")
     pairs = [*zip(entries[::2], entries[1::2], strict=True)]
-    for number, (pair, shapes) in enumerate(zip(pairs, states, strict=True)):
-        if (pair[0] is None) != (pair[1] is None) or (pair[0] is not None and shapes):
+    for number, ((keys, values), shapes) in enumerate(zip(pairs, states, strict=True)):
+        needs_keys = not has_states or (keys is not None and not shapes)
+        if any((entry is not None) != needs_keys for entry in (keys, values)):
             raise ValueError(f"layer {number} needs either keys and values, or states")
-        if by_layer is None and pair[0] is None:
-            raise ValueError(f"layer {number} lacks keys and values")
     by_kind = [shapes if keys is None else None for (keys, _), shapes in zip(pairs, states, strict=True)]
     return [entry for entry in entries if entry is not None], by_kind
 
