@@ -18,7 +18,7 @@ from tests.helpers.oracle import assert_equals_transformers, random_prompts
 ROWS = catalog.ROWS | HYBRID
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each("name", ROWS)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     reference = row.write(tmp_path, **row.variants[0])
