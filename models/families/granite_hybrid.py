@@ -1,28 +1,19 @@
-"""Granite 4: most layers are Mamba-2, the others Granite's attention, with dense layers or mixtures of experts.
+"""Granite 4: most layers are Mamba-2, the others Granite's attention, with dense layers or mixtures of experts."""
 
-T tokens, E hidden channels, N experts.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from conf.errors import UserError
-from kernels.moe import route
 from models import decoder
-from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import RecurrentConfig, read_decoder_config
 from models.families import granite
 from models.families.granite import GraniteLM, Multipliers, read_multipliers
+from models.families.granite_mixture import GraniteMixture
 from models.layers.layer_types import LINEAR, check_layer_types, renamed_types
-from models.layers.linear import Linear
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
-from models.layers.mlp import MLP, FusedMLP
-from models.layers.module import Module
-from models.layers.moe import Experts
-from models.layers.named_parts import NamedParts
+from models.layers.mlp import FusedMLP
 from models.layers.rotary import RotaryEmbedding
 from models.layout import HEADS, ModelLayout, Unit
 
@@ -85,33 +76,12 @@ class SharedMLP(FusedMLP):
     names = ("input_linear", "output_linear")
 
 
-class Router(NamedParts):
-    names = ("layer",)
-
-
-class Mixture(Module):
-    """A router and its experts. The weights of a token's experts are normalised to a sum of 1."""
-
-    readers: Sequence[Linear] = ()
-    """Empty, because router and experts read floats."""
-
-    def __init__(self, c: GraniteHybridConfig) -> None:
-        super().__init__()
-        self.router = Router(Linear(c.hidden_size, c.num_experts, bias=False, is_quantizable=False))
-        experts = (MLP(c.hidden_size, c.intermediate_size) for _ in range(c.num_experts))
-        self.experts = Experts(experts, c.num_experts_per_tok)
-
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """x and the result are [T, E]."""
-        logits = self.router.parts[0](x, batch)  # [T, N]
-        result: Tensor = self.experts(x, *route(logits, self.experts.num_experts_per_tok, True))
-        return result
-
-
 class HybridLayer(granite.DecoderLayer):
     def __init__(self, c: GraniteHybridConfig, mixer: nn.Module) -> None:
-        mixture = {"block_sparse_moe": Mixture(c)} if c.num_experts else {}
-        mlps = {**mixture, "shared_mlp": SharedMLP(c.hidden_size, c.shared_intermediate_size)}
+        mlps: dict[str, nn.Module] = {"shared_mlp": SharedMLP(c.hidden_size, c.shared_intermediate_size)}
+        if c.num_experts:
+            sizes = c.hidden_size, c.intermediate_size, c.num_experts, c.num_experts_per_tok
+            mlps = {"block_sparse_moe": GraniteMixture(*sizes), **mlps}
         mixer_name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
         self.names = ("input_layernorm", mixer_name, "post_attention_layernorm", *mlps)
         super().__init__(c, mixer, *mlps.values())

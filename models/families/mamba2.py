@@ -6,8 +6,7 @@ from conf.errors import UserError
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import MixerLayer, PreNormLM, PreNormShape
-from models.layers.layer_types import read_num_taps
-from models.layers.mamba2 import Mamba2, Mamba2Config, StateSpaceHeads, read_step_limits
+from models.layers.mamba2 import Mamba2, Mamba2Config, read_heads_mamba2
 from models.layout import ModelLayout
 
 MOST_TOKENS = 2**20
@@ -44,13 +43,8 @@ def read_config(config: ConfigReader) -> Mamba2LMConfig:
     for key in OF_TRAINING:
         config.raw(key)
     hidden_size, eps = config.count("hidden_size", 4096), config.positive("layer_norm_epsilon", 1e-5)
-    heads = StateSpaceHeads(
-        num_heads=config.count("num_heads", 128),
-        head_channels=config.count("head_dim", 64),
-        num_groups=config.count("n_groups", 8),
-        state_channels=config.count("state_size", 128),
-    )
-    config.check_multiple("num_heads", heads.num_heads, "n_groups", heads.num_groups)
+    mamba = read_heads_mamba2(config, "", "state_size", eps)
+    heads = mamba.heads
     if heads.size != (size := config.count("expand", 2) * hidden_size):
         problem = f"config.json: num_heads={heads.num_heads} of head_dim={heads.head_channels} channels"
         raise UserError(f"{problem} are not the {size} channels of expand * hidden_size")
@@ -60,14 +54,7 @@ def read_config(config: ConfigReader) -> Mamba2LMConfig:
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
         hidden_size=hidden_size,
         rms_norm_eps=eps,
-        mamba=Mamba2Config(
-            heads,
-            read_num_taps(config, "conv_kernel"),
-            has_bias=config.get("use_bias", bool, False),
-            has_conv_bias=config.get("use_conv_bias", bool, True),
-            eps=eps,
-            step_limits=read_step_limits(config),
-        ),
+        mamba=mamba,
     )
 
 

@@ -13,9 +13,9 @@ from models.batch import Batch, LayerCache, LayerState
 from models.config import ConfigReader
 from models.decoder import MixerLayer, NoPEAttention, PreNormLM, RecurrentConfig
 from models.layers.grouped_moe import Gate, Routing, read_routing
-from models.layers.layer_types import FULL, LINEAR, read_num_taps, renamed_types
+from models.layers.layer_types import FULL, LINEAR, renamed_types
 from models.layers.linear import Linear
-from models.layers.mamba2 import Mamba2, Mamba2Config, StateSpaceHeads, read_step_limits
+from models.layers.mamba2 import Mamba2, Mamba2Config, read_heads_mamba2
 from models.layers.mlp import SquaredReluMLP
 from models.layers.module import Module
 from models.layers.moe import Experts
@@ -91,7 +91,7 @@ def read_config(config: ConfigReader) -> NemotronHConfig:
         rotary=RotaryConfig(head_dim, config.count("max_position_embeddings", 4096)),  # nothing is rotated
         is_recurrent=tuple(kind == LINEAR for kind in types),
         layer_types=types,
-        mamba=_read_mamba(config, eps),
+        mamba=read_heads_mamba2(config, "mamba_", "ssm_state_size", eps),
         mlp_bias=config.get("mlp_bias", bool, False),
         mixtures=_read_mixtures(config) if MIXTURE in types else None,
     )
@@ -111,24 +111,6 @@ def _read_types(config: ConfigReader) -> tuple[str, ...]:
     if (number := config.raw("num_hidden_layers", len(types))) != len(types):
         raise UserError(f"config.json: num_hidden_layers={number!r} contradicts its {len(types)} layer types")
     return tuple(types)
-
-
-def _read_mamba(config: ConfigReader, eps: float) -> Mamba2Config:
-    heads = StateSpaceHeads(
-        num_heads=config.count("mamba_num_heads", 128),
-        head_channels=config.count("mamba_head_dim", 64),
-        num_groups=config.count("n_groups", 8),
-        state_channels=config.count("ssm_state_size", 128),
-    )
-    config.check_multiple("mamba_num_heads", heads.num_heads, "n_groups", heads.num_groups)
-    return Mamba2Config(
-        heads,
-        read_num_taps(config, "conv_kernel"),
-        has_bias=config.get("use_bias", bool, False),
-        has_conv_bias=config.get("use_conv_bias", bool, True),
-        eps=eps,
-        step_limits=read_step_limits(config),
-    )
 
 
 def _read_mixtures(config: ConfigReader) -> Mixtures:

@@ -91,6 +91,29 @@ def read_mamba2(config: ConfigReader, hidden_size: int, eps: float) -> Mamba2Con
     )
 
 
+def read_heads_mamba2(config: ConfigReader, prefix: str, state_key: str, eps: float) -> Mamba2Config:
+    """Read the keys of files that give the sizes of the heads, with defaults as in transformers.
+
+    `prefix`: of the keys num_heads and head_dim. `state_key`: of the state channels. `eps`: of the layer's norm. Raises
+    UserError for unsupported values, and for heads that do not divide among the groups.
+    """
+    heads = StateSpaceHeads(
+        num_heads=config.count(f"{prefix}num_heads", 128),
+        head_channels=config.count(f"{prefix}head_dim", 64),
+        num_groups=config.count("n_groups", 8),
+        state_channels=config.count(state_key, 128),
+    )
+    config.check_multiple(f"{prefix}num_heads", heads.num_heads, "n_groups", heads.num_groups)
+    return Mamba2Config(
+        heads,
+        read_num_taps(config, "conv_kernel"),
+        has_bias=config.get("use_bias", bool, False),
+        has_conv_bias=config.get("use_conv_bias", bool, True),
+        eps=eps,
+        step_limits=read_step_limits(config),
+    )
+
+
 def read_step_limits(config: ConfigReader) -> tuple[float, float]:
     """Read `time_step_limit`. Raises UserError unless it is two numbers from 0 on in order."""
     stored = config.raw("time_step_limit")
