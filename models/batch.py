@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -217,12 +218,51 @@ class LayerState(NamedTuple):
     """Each [P, *], of P slots."""
 
 
+class MixedCache(NamedTuple):
+    """The cache of a layer that has attention and a recurrent module."""
+
+    attention: LayerCache
+    recurrent: LayerState
+
+
+AnyCache: TypeAlias = LayerCache | LayerState | MixedCache
+
+
+def join_cache(attention: LayerCache | None, recurrent: LayerState) -> AnyCache:
+    """Return the cache of a layer, in the form that the layer takes. Without attention and states it has no tensors."""
+    if attention is None:
+        return recurrent
+    return MixedCache(attention, recurrent) if recurrent.tensors else attention
+
+
+def attention_cache(layer: AnyCache) -> LayerCache | None:
+    """Return a layer's keys and values. None: the layer has no attention."""
+    if isinstance(layer, LayerState):
+        return None
+    return layer.attention if isinstance(layer, MixedCache) else layer
+
+
+def layer_states(layer: AnyCache) -> tuple[Tensor, ...]:
+    """Return a layer's recurrent states, each [P, *]. An attention layer has none."""
+    if isinstance(layer, LayerState):
+        return layer.tensors
+    return layer.recurrent.tensors if isinstance(layer, MixedCache) else ()
+
+
+CacheKind: TypeAlias = tuple[bool, bool]
+"""Whether a layer has keys and values, and whether it has recurrent states."""
+
+
+def cache_kind(layer: AnyCache) -> CacheKind:
+    return attention_cache(layer) is not None, bool(layer_states(layer))
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The keys, values and recurrent states of all sequences in a range of layers. The engine allocates them, the model
     writes them."""
 
-    layers: Sequence[LayerCache | LayerState]
+    layers: Sequence[AnyCache]
     num_blocks: int
     block_size: int
     """The tokens of a block."""
@@ -234,7 +274,7 @@ class KVCache:
     @property
     def attention_layers(self) -> list[LayerCache]:
         """The keys and values of the attention layers, in order."""
-        return [layer for layer in self.layers if not isinstance(layer, LayerState)]
+        return [*filter(None, map(attention_cache, self.layers))]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -244,15 +284,14 @@ class KVCache:
     @property
     def states(self) -> list[Tensor]:
         """The states of all recurrent layers, each [P, *]."""
-        return [tensor for layer in self.layers if isinstance(layer, LayerState) for tensor in layer.tensors]
+        return [*chain.from_iterable(map(layer_states, self.layers))]
 
     def one_of_each_kind(self) -> "KVCache":
-        """Return the first attention layer's and the first recurrent layer's cache.
+        """Return the cache of the first layer of each kind.
 
         For computing whole prompts layer by layer: all layers of a kind can use the same cache in turn.
         """
-        kinds = {isinstance(layer, LayerState): layer for layer in reversed(self.layers) if layer != LayerState(())}
-        return replace(self, layers=list(kinds.values()))
+        return replace(self, layers=[*{cache_kind(layer): layer for layer in reversed(self.layers)}.values()])
 
     @property
     def bytes_per_token(self) -> int:

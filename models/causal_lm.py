@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError, shortened
 from kernels.collectives import Link
-from models.batch import Batch, KVCache, StateShapes
+from models.batch import Batch, CacheKind, KVCache, StateShapes
 from models.capabilities import ModelCapabilities
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
@@ -25,6 +25,19 @@ from models.layers.moe import Experts
 from models.layers.norm import ResidualStream
 from models.layers.tensor_parallel import ShardedChannels
 from models.layout import ModelLayout
+
+
+class CacheContent(NamedTuple):
+    """The content of a layer's cache. A layer without heads and states, such as a feed-forward layer, has none."""
+
+    heads: Heads | None
+    """Of the keys and values. None: the layer has no attention."""
+    states: StateShapes = ()
+
+    @property
+    def kind(self) -> CacheKind:
+        return self.heads is not None, bool(self.states)
+
 
 Stream: TypeAlias = Tensor | ResidualStream
 """Hidden states [T, E] between two layers, in the form that the architecture uses."""
@@ -58,7 +71,7 @@ class ModelShape(ABC):
 
     @property
     def recurrent_layers(self) -> tuple[bool, ...]:
-        """For each layer, whether it keeps a recurrent state instead of keys and values."""
+        """For each layer, whether it keeps a recurrent state."""
         return (False,) * self.num_hidden_layers
 
     def with_mtp_layer(self) -> "ModelShape | None":
@@ -147,15 +160,14 @@ class CausalLM(Module, ABC):
         return part
 
     @property
-    def layer_caches(self) -> list[Heads | StateShapes]:
-        """The content of each layer's cache: keys and values of these heads, or states of these shapes, if any."""
+    def layer_caches(self) -> list[CacheContent]:
+        """The content of each layer's cache."""
         return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
 
-    def _layer_cache(self, layer: nn.Module) -> Heads | StateShapes:
-        if (recurrent := self.recurrent_module(layer)) is not None:
-            return recurrent.state_shapes  # type: ignore[return-value]
-        attention = self.attention_module(layer)
-        return () if attention is None else attention.heads  # type: ignore[return-value]
+    def _layer_cache(self, layer: nn.Module) -> CacheContent:
+        attention, recurrent = self.attention_module(layer), self.recurrent_module(layer)
+        heads = None if attention is None else attention.heads
+        return CacheContent(heads, () if recurrent is None else recurrent.state_shapes)  # type: ignore[arg-type]
 
     def recurrent_module(self, layer: nn.Module) -> nn.Module | None:
         """Return the recurrent module of a decoder layer. None: it has none."""
@@ -170,7 +182,7 @@ class CausalLM(Module, ABC):
     @property
     def attention_heads(self) -> list[Heads]:
         """The attention heads of each attention layer of this stage."""
-        return [content for content in self.layer_caches if isinstance(content, Heads)]
+        return [content.heads for content in self.layer_caches if content.heads is not None]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         """Return the bytes of weights that a decode step reads.

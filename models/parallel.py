@@ -12,7 +12,7 @@ key heads, a key head is replicated on several ranks.
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -179,6 +179,19 @@ def _keep_stage(model: CausalLM, layers: range) -> None:
     model.local_layers = layers
 
 
+class _Mixer(NamedTuple):
+    """The attention or the recurrent module that a module of a layer is part of."""
+
+    module: Any = None
+    num_heads: tuple[int, int] | None = None
+    """The numbers of query heads and of key heads, or of their counterparts."""
+    shards_itself: bool = False
+    """Whether it shards its linear layers, except row-parallel ones."""
+
+
+NO_MIXER = _Mixer()
+
+
 class _ShardedLayer:
     """Shards one decoder layer in place."""
 
@@ -186,27 +199,27 @@ class _ShardedLayer:
         self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
         self.shards: dict[str, Shard] = {}
         """Keyed by the tensor's name within the layer."""
-        recurrent, attention = model.recurrent_module(layer), model.attention_module(layer)
-        self._mixer: Any = attention if recurrent is None else recurrent
-        mixer_modules = () if self._mixer is None else self._mixer.modules()
-        mixer_layers = {module for module in mixer_modules if isinstance(module, Linear)}
-        self._num_heads: tuple[int, int] | None = None
+        attention, recurrent = model.attention_module(layer), model.recurrent_module(layer)
+        mixers: dict[nn.Module, _Mixer] = {}  # by each module in them
+        if attention is not None:
+            heads: Heads = attention.heads  # type: ignore[assignment]
+            numbers = heads.num_attention_heads, heads.num_key_value_heads
+            mixers |= dict.fromkeys(attention.modules(), _Mixer(attention, numbers))
         if recurrent is not None:
-            self._num_heads = recurrent.num_heads  # type: ignore[assignment]
+            mixer = _Mixer(recurrent, recurrent.num_heads, shards_itself=True)  # type: ignore[arg-type]
+            mixers |= dict.fromkeys(recurrent.modules(), mixer)
             shards: dict[str, Shard] = recurrent.shard(parallel_layout.tp, parallel_layout.tp_rank)  # type: ignore[operator]
             self.shards |= {f"{self._layout.recurrent}.{tensor}": shard for tensor, shard in shards.items()}
-        elif attention is not None:
-            heads: Heads = attention.heads  # type: ignore[assignment]
-            self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
         if parallel_layout.whole_experts:
             self._shard_experts(layer)
         in_experts = _modules_of_experts(layer) if parallel_layout.whole_experts else set()
         for name, module in list(layer.named_modules()):
             last = name.rpartition(".")[2]
             is_whole = module in in_experts or last in self._layout.replicated
-            shards_itself = recurrent is not None and module in mixer_layers and last not in self._layout.row_parallel
-            if isinstance(module, Linear) and not is_whole and not shards_itself:
-                self._shard_linear(name, module, module in mixer_layers)
+            mixer = mixers.get(module, NO_MIXER)
+            is_sharded = mixer.shards_itself and last not in self._layout.row_parallel
+            if isinstance(module, Linear) and not is_whole and not is_sharded:
+                self._shard_linear(name, module, mixer)
         if attention is not None:
             self._shard_heads(attention, heads)
 
@@ -223,14 +236,14 @@ class _ShardedLayer:
             num_whole_keys=heads.num_key_value_heads,
         )
 
-    def _shard_linear(self, name: str, layer: Linear, is_mixer: bool) -> None:
+    def _shard_linear(self, name: str, layer: Linear, mixer: _Mixer) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            input_ranges = shard_inputs(inputs, self._num_heads if is_mixer else None, tp)
+            input_ranges = shard_inputs(inputs, mixer.num_heads, tp)
             gathered: ShardedChannels | None = ShardedChannels(self._group, tuple(map(len, input_ranges)))
-            if is_mixer and hasattr(self._mixer, "rank_heads"):
-                self._mixer.rank_heads, gathered = gathered, None
+            if hasattr(mixer.module, "rank_heads"):
+                mixer.module.rank_heads, gathered = gathered, None
             elif (
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
@@ -240,7 +253,7 @@ class _ShardedLayer:
                 return
             widths = tuple(len(shard_channels(outputs, tp, rank)) for rank in range(tp))
             layer.row_parallel = RowParallelGather(gathered, ShardedChannels(self._group, widths))
-        output_ranges = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
+        output_ranges = shard_outputs(units, outputs, mixer.num_heads, tp, self._parallel_layout.tp_rank)
         self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(output_ranges).items()}
 
     def _shard_experts(self, layer: nn.Module) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.kv_format import PagedVectors
-from models.batch import Batch, KVCache, LayerState
+from models.batch import AnyCache, Batch, CacheKind, KVCache, attention_cache, cache_kind
 from models.causal_lm import CausalLM, Stream
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
@@ -218,7 +218,7 @@ class SequentialCalibrator:
         if self._sequential:
             self._run_batches(keeps_outputs=True)
         self._states[0].stream = self._run_layer(self._states[0], self._model, self._cache)
-        with_cache = self._with_cache and self._has_attention
+        with_cache = self._with_cache and self._kind[0]
         self._next += 1
         if not with_cache:
             return None
@@ -227,37 +227,32 @@ class SequentialCalibrator:
 
     def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
-        with_cache, start = self._with_cache and self._has_attention, perf_counter()
+        caches, start = attention_cache(self._layer_cache(self._cache)) if self._with_cache else None, perf_counter()
         self._absmax.clear()
         for state in self._states[1:]:
             with suppress(_AllObserved):
                 stream = self._run_layer(state, self._model, self._cache)
                 if keeps_outputs:
                     state.stream = stream
-                    if with_cache:
-                        caches = self._cache.attention_layers[0]
+                    if caches is not None:
                         self._absmax.append(torch.stack([_absmax(cache, state.batch.slots) for cache in caches]))
             after_batch()
         self.batch_seconds += perf_counter() - start
 
     @torch.inference_mode()
     def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
-        layers = [layer for layer in cache.layers if isinstance(layer, LayerState) != self._has_attention]
-        if not self._has_attention and not self._is_recurrent:
-            layers = [LayerState(())]
-        return model.run_layers(
-            state.stream, state.batch, replace(cache, layers=layers), range(self._next, self._next + 1)
-        )
+        cache = replace(cache, layers=[self._layer_cache(cache)])
+        return model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
+
+    def _layer_cache(self, cache: KVCache) -> AnyCache:
+        """Return the cache of the next layer's kind."""
+        return next(layer for layer in cache.layers if cache_kind(layer) == self._kind)
 
     @property
-    def _has_attention(self) -> bool:
-        """Whether the next layer has attention."""
-        return self._model.attention_module(self._model.layers[self._next]) is not None
-
-    @property
-    def _is_recurrent(self) -> bool:
-        """Whether the next layer is recurrent."""
-        return self._model.recurrent_module(self._model.layers[self._next]) is not None
+    def _kind(self) -> CacheKind:
+        """The kind of the next layer's cache."""
+        model, layer = self._model, self._model.layers[self._next]
+        return model.attention_module(layer) is not None, model.recurrent_module(layer) is not None
 
     @contextmanager
     def _fast_methods(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ def attention_names(model: CausalLM) -> list[str]:
     """Return the names of the attention modules, in the order of the model's own layers."""
     layout = model.layout
     layers = zip(model.local_layers, model.layer_caches, strict=False)  # an MTP layer has no number of its own
-    return [f"{layout.layers}.{i}.{layout.attention}" for i, stored in layers if isinstance(stored, Heads)]
+    return [f"{layout.layers}.{i}.{layout.attention}" for i, content in layers if content.heads is not None]
 
 
 def _scales(model: CausalLM) -> dict[str, Heads]:

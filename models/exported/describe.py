@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.kv_format import PARTS, PagedVectors
 from models.adapters import adaptable_layers
-from models.batch import KVCache, LayerCache, LayerState
+from models.batch import AnyCache, KVCache, attention_cache, layer_states
 from models.causal_lm import CausalLM, unread_embeddings
 from models.exported.description import EXPORT, Mixture, instruction_set, part_folder, sha256_of
 from models.exported.functions import schemas
@@ -86,15 +86,17 @@ def _describe_cache(cache: KVCache, weights: Mapping[str, Tensor], is_recurrent:
     layers has no entry `states`.
     """
     scales = {weight.data_ptr(): name for name, weight in weights.items()}
-    sides = [(None, None) if isinstance(layer, LayerState) else layer for layer in cache.layers]
+    sides = [attention_cache(layer) or (None, None) for layer in cache.layers]
     formats = [_cache_format(vectors, scales) for vectors in itertools.chain(*sides)]
     return {"cache": formats} | ({"states": [_states(layer) for layer in cache.layers]} if is_recurrent else {})
 
 
-def _states(layer: LayerCache | LayerState) -> list[dict[str, Any]]:
-    """Describe a layer's recurrent states for export.json. An attention layer has none."""
-    tensors = layer.tensors if isinstance(layer, LayerState) else ()
-    return [{"shape": [*tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")} for tensor in tensors]
+def _states(layer: AnyCache) -> list[dict[str, Any]]:
+    """Describe a layer's recurrent states for export.json."""
+    return [
+        {"shape": [*tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for tensor in layer_states(layer)
+    ]
 
 
 def _cache_format(vectors: PagedVectors | None, scales: dict[int, str]) -> dict[str, Any] | None:

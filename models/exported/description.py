@@ -19,9 +19,9 @@ from torch import Tensor
 from conf.errors import UserError, shortened
 from kernels import build
 from kernels.kv_format import PARTS, PagedVectors, allocate
-from models.batch import KVCache, LayerState, StateShape, StateShapes
+from models.batch import KVCache, LayerState, StateShape, StateShapes, join_cache
 from models.capabilities import ModelCapabilities
-from models.causal_lm import ModelShape
+from models.causal_lm import CacheContent, ModelShape
 from models.config import ConfigReader
 from models.exported.functions import schemas
 from models.exported.shard import ExportedShard, read_part
@@ -77,8 +77,10 @@ class Description:
     dtype: torch.dtype
     cache_formats: list[CacheFormat]
     """Keys and values of each attention layer, alternating."""
-    states: list[StateShapes | None]
-    """The states of each layer; None for an attention layer."""
+    attends: list[bool]
+    """Whether each layer has keys and values."""
+    states: list[StateShapes]
+    """The states of each layer."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
@@ -114,18 +116,19 @@ class Description:
         vectors = (_vectors(cache_format, self.dtype, weights) for cache_format in self.cache_formats)
         meta = torch.device("meta")
         layers = [
-            LayerState(tuple(torch.empty(0, *state.shape, dtype=state.dtype, device=meta) for state in states))
-            if states is not None
-            else (next(vectors), next(vectors))
-            for states in self.states
+            join_cache(
+                (next(vectors), next(vectors)) if attends else None,
+                LayerState(tuple(torch.empty(0, *state.shape, dtype=state.dtype, device=meta) for state in states)),
+            )
+            for attends, states in zip(self.attends, self.states, strict=True)
         ]
         return KVCache(layers, 0, 1, self.dtype)
 
     @property
-    def layer_caches(self) -> list[Heads | StateShapes]:
+    def layer_caches(self) -> list[CacheContent]:
         """The content of each layer's cache, as in `CausalLM.layer_caches`."""
-        heads = iter(self._heads)
-        return [next(heads) if shapes is None else shapes for shapes in self.states]
+        heads, layers = iter(self._heads), zip(self.attends, self.states, strict=True)
+        return [CacheContent(next(heads) if attends else None, states) for attends, states in layers]
 
     @property
     def _heads(self) -> list[Heads]:
@@ -203,7 +206,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     dtype = reader.expect("dtype", tuple(DTYPES), None)
     shape = _read_shape(reader)
     try:
-        cache_formats, states = _read_cache(reader, dtype)
+        cache_formats, attends, states = _read_cache(reader, dtype)
         mixtures = [Mixture(**entry) for entry in reader.raw("mixtures")]
         weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
         linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
@@ -227,6 +230,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         reader.count("embedding_dim"),
         DTYPES[dtype],
         cache_formats,
+        attends,
         states,
         reader.count("step_bytes", bits=48),
         mixtures,
@@ -245,8 +249,8 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     return description
 
 
-def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[StateShapes | None]]:
-    """Read the keys and values of each attention layer, alternating, and the states of each other layer.
+def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[bool], list[StateShapes]]:
+    """Read the keys and values of the attention layers, alternating; for each layer, whether it has them; its states.
 
     Raises TypeError, KeyError or ValueError for an entry of another form.
     """
@@ -254,16 +258,14 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
     by_layer = reader.raw("states")
     has_states = by_layer is not None
     by_layer = by_layer if has_states else [[]] * (len(entries) // 2)
-    states = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
+    states: list[StateShapes] = [tuple(_read_state(entry, dtype) for entry in layer) for layer in by_layer]
     if len(entries) != 2 * len(states):
         raise ValueError(f"cache has {len(entries)} entries, expected two for each of {len(states)} layers")
-    pairs = [*zip(entries[::2], entries[1::2], strict=True)]
-    for number, ((keys, values), shapes) in enumerate(zip(pairs, states, strict=True)):
-        needs_keys = not has_states or (keys is not None and not shapes)
-        if any((entry is not None) != needs_keys for entry in (keys, values)):
-            raise ValueError(f"layer {number} needs either keys and values, or states")
-    by_kind = [shapes if keys is None else None for (keys, _), shapes in zip(pairs, states, strict=True)]
-    return [entry for entry in entries if entry is not None], by_kind
+    attends = [keys is not None for keys in entries[::2]]
+    for number, (has_keys, values) in enumerate(zip(attends, entries[1::2], strict=True)):
+        if has_keys != (values is not None) or not (has_keys or has_states):
+            raise ValueError(f"layer {number} needs keys and values, or states")
+    return [entry for entry in entries if entry is not None], attends, states
 
 
 def _read_state(entry: dict[str, Any], dtype: str) -> StateShape:

@@ -16,13 +16,12 @@ from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from kernels.kv_format import KVFormat
 from kernels.quantize_rows import Activations
-from models.batch import Batch, KVCache, StateShapes
-from models.causal_lm import CausalLM
+from models.batch import Batch, KVCache
+from models.causal_lm import CacheContent, CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
 from models.exported.graph import STREAM, DamagedGraphError, Graph, graph_inputs
 from models.exported.reader import build_graph, read_graph
 from models.heads import NoHead
-from models.layers.attention import Heads
 from models.layers.lora_target import LoRATarget
 from models.layers.missing import MissingLayer
 from models.layers.module import Module
@@ -142,7 +141,7 @@ class ExportedLM(CausalLM):
         return self.description.prompt_marks
 
     @property
-    def layer_caches(self) -> list[Heads | StateShapes]:
+    def layer_caches(self) -> list[CacheContent]:
         return self.description.layer_caches
 
     @property

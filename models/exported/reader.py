@@ -27,7 +27,7 @@ from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Activations
-from models.batch import KVCache, LayerState
+from models.batch import KVCache, attention_cache, layer_states
 from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, function_of
 from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
@@ -94,7 +94,7 @@ class StateTensor(NamedTuple):
 
     layer: int
     number: int
-    """The number of the tensor in the layer's `LayerState`."""
+    """The number of the tensor in the layer's states."""
 
     @property
     def producer(self) -> str:
@@ -189,16 +189,13 @@ class _Builder:
         self._collectives = {} if group is None else _collectives_of(group)
         self._graph, self._fields, self._embed, self._adapted = graph, fields, embed, adapted
         self._layer_vectors = [*chain.from_iterable(cache.attention_layers)]
-        self._attention_layers = [n for n, layer in enumerate(cache.layers) if not isinstance(layer, LayerState)]
+        self._attention_layers = [n for n, layer in enumerate(cache.layers) if attention_cache(layer) is not None]
         """The places of the attention layers in the cache."""
         self._stored = [
             [*range(start, start + len(vectors.tensors))] for start, vectors in _with_starts(self._layer_vectors)
         ]
         states = (
-            StateTensor(layer, number)
-            for layer, content in enumerate(cache.layers)
-            if isinstance(content, LayerState)
-            for number in range(len(content.tensors))
+            StateTensor(number, i) for number, layer in enumerate(cache.layers) for i in range(len(layer_states(layer)))
         )
         stored = *map(CacheTensor, range(len(cache.tensors))), *states
         tables = (TablePart(layer, field) for layer in range(len(adapted)) for field in range(NUM_FIELDS))
@@ -348,9 +345,15 @@ class _Builder:
                 f"a cache of {format} and {channels} channels, expected {expected[1]} and {vectors.channels}"
             )
         layer, is_value = self._attention_layers[number // 2], number % 2
+
+        def argument(values: list[Any], cache: KVCache) -> PagedVectors:
+            attention = attention_cache(cache.layers[layer])
+            assert attention is not None
+            return attention[is_value]
+
         if channels == vectors.channels:
-            return lambda values, cache: cache.layers[layer][is_value]
-        return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)  # type: ignore[type-var]
+            return argument
+        return lambda values, cache: replace(argument(values, cache), channels=channels)
 
     def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Argument, Argument]]:
         """Return pairs of sizes that must be equal.
@@ -429,7 +432,7 @@ def _resolved(value: Any) -> Argument:
 
 
 def _state_argument(layer: int, number: int) -> Argument:
-    return lambda values, cache: cache.layers[layer].tensors[number]  # type: ignore[union-attr]
+    return lambda values, cache: layer_states(cache.layers[layer])[number]
 
 
 def _compound(parts: Parts, components: list[Argument]) -> Argument:

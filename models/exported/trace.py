@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_structure
 from kernels.collectives import Alone, Link
 from kernels.kv_format import PagedVectors
 from kernels.lora import AdapterTable
-from models.batch import Batch, BatchShape, KVCache, LayerCache, LayerState
+from models.batch import AnyCache, Batch, BatchShape, KVCache, LayerState, attention_cache, join_cache, layer_states
 from models.causal_lm import CausalLM
 from models.exported.graph import ADAPTERS, STATES, STREAM, graph_inputs
 from models.layers.lora_target import LoRATarget
@@ -125,13 +125,12 @@ def _empty_table(layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
     return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
 
 
-def _with_inputs(
-    layer: LayerCache | LayerState, tensors: Iterator[Tensor], states: Iterator[Tensor]
-) -> LayerCache | LayerState:
-    if isinstance(layer, LayerState):
-        return LayerState(tuple(islice(states, len(layer.tensors))))
-    keys, values = layer
-    return _with_tensors(keys, tensors), _with_tensors(values, tensors)
+def _with_inputs(layer: AnyCache, tensors: Iterator[Tensor], states: Iterator[Tensor]) -> AnyCache:
+    layer_state, attention = LayerState(tuple(islice(states, len(layer_states(layer))))), attention_cache(layer)
+    if attention is None:
+        return layer_state
+    keys, values = attention
+    return join_cache((_with_tensors(keys, tensors), _with_tensors(values, tensors)), layer_state)
 
 
 def _with_tensors(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:

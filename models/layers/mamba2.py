@@ -60,7 +60,9 @@ class Mamba2Config:
     num_taps: int
     """The tokens that a convolution reads, with the token itself."""
     has_bias: bool
-    """Of in_proj and out_proj."""
+    """Of in_proj."""
+    has_output_bias: bool
+    """Of out_proj."""
     has_conv_bias: bool
     eps: float
     step_limits: tuple[float, float]
@@ -70,21 +72,26 @@ class Mamba2Config:
 def read_mamba2(config: ConfigReader, hidden_size: int, eps: float) -> Mamba2Config:
     """Read the keys mamba_* of config.json, with defaults as in transformers. `eps`: of the layer's norm.
 
-    Raises UserError for unsupported values, and for sizes that contradict each other.
+    `mamba_d_ssm`, of files that have it, is the number of the heads' channels. Raises UserError for unsupported values,
+    and for sizes that contradict each other.
     """
-    size = config.count("mamba_expand", 2) * hidden_size
+    size, size_key = config.count("mamba_expand", 2) * hidden_size, "mamba_expand * hidden_size"
+    if config.raw("mamba_d_ssm") is not None:
+        size, size_key = config.count("mamba_d_ssm"), "mamba_d_ssm"
     num_heads, num_groups = config.count("mamba_n_heads", 128), config.count("mamba_n_groups", 1)
     config.check_multiple("mamba_n_heads", num_heads, "mamba_n_groups", num_groups)
     is_auto = config.raw("mamba_d_head", "auto") == "auto"
     head_channels = size // num_heads if is_auto else config.count("mamba_d_head")
     if head_channels * num_heads != size:
         problem = f"config.json: mamba_n_heads={num_heads} of mamba_d_head={head_channels} channels"
-        raise UserError(f"{problem} are not the {size} channels of mamba_expand * hidden_size")
+        raise UserError(f"{problem} are not the {size} channels of {size_key}")
     config.raw("mamba_chunk_size")  # of implementations that compute prompts in chunks
+    has_bias = config.get("mamba_proj_bias", bool, False)
     return Mamba2Config(
         StateSpaceHeads(num_heads, head_channels, num_groups, config.count("mamba_d_state", 256)),
         read_num_taps(config, "mamba_d_conv"),
-        has_bias=config.get("mamba_proj_bias", bool, False),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
         has_conv_bias=config.get("mamba_conv_bias", bool, True),
         eps=eps,
         step_limits=read_step_limits(config),
@@ -104,10 +111,12 @@ def read_heads_mamba2(config: ConfigReader, prefix: str, state_key: str, eps: fl
         state_channels=config.count(state_key, 128),
     )
     config.check_multiple(f"{prefix}num_heads", heads.num_heads, "n_groups", heads.num_groups)
+    has_bias = config.get("use_bias", bool, False)
     return Mamba2Config(
         heads,
         read_num_taps(config, "conv_kernel"),
-        has_bias=config.get("use_bias", bool, False),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
         has_conv_bias=config.get("use_conv_bias", bool, True),
         eps=eps,
         step_limits=read_step_limits(config),
@@ -145,13 +154,14 @@ class Mamba2(Module):
     rank_heads: ShardedChannels | None = None
     """The channels of each rank's heads. The norm reads all of them. None: this rank has all heads."""
 
-    def __init__(self, hidden_size: int, c: Mamba2Config) -> None:
+    def __init__(self, hidden_size: int, c: Mamba2Config, norm: Module | None = None) -> None:
+        """`norm`: joins the heads' outputs and the gate, and is called as `GatedRMSNorm`, which is the default."""
         super().__init__()
         heads = c.heads
         self.in_proj = Linear(hidden_size, heads.size + heads.conv_size + heads.num_heads, c.has_bias)
         self._set_heads(heads, c.num_taps, c.has_conv_bias, torch.get_default_device())
-        self.norm = GatedRMSNorm(heads.size, heads.num_groups, c.eps)
-        self.out_proj = Linear(heads.size, hidden_size, c.has_bias)
+        self.norm = GatedRMSNorm(heads.size, heads.num_groups, c.eps) if norm is None else norm
+        self.out_proj = Linear(heads.size, hidden_size, c.has_output_bias)
         self.step_limits = c.step_limits
 
     def _set_heads(self, heads: StateSpaceHeads, num_taps: int, conv_bias: bool, device: torch.device) -> None:
@@ -203,10 +213,15 @@ class Mamba2(Module):
         shards |= {f"conv1d.{name}": Shard(0, (x, b, c)) for name, _ in self.conv1d.named_parameters()}
         return shards | dict.fromkeys(("A_log", "D", "dt_bias"), Shard(0, (part.queries,)))
 
+    def project(self, x: Activations, batch: Batch) -> Tensor:
+        """Return gate | x | B | C | dt of x [T, E]."""
+        projected: Tensor = self.in_proj(x, batch)
+        return projected
+
     def forward(self, x: Activations, _: Angles | None, batch: Batch, states: LayerState) -> Tensor:
         """Return [T, E], in the last layer [R, E]."""
         heads, (last_inputs, matrices) = self.heads, states.tensors
-        gate, xbc, steps = self.in_proj(x, batch).split((heads.size, heads.conv_size, heads.num_heads), 1)
+        gate, xbc, steps = self.project(x, batch).split((heads.size, heads.conv_size, heads.num_heads), 1)
         cuts = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
         xbc = short_conv(xbc, self.conv1d.taps, self.conv1d.bias, last_inputs, *cuts)
         group = heads.num_heads // heads.num_groups

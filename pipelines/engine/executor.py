@@ -10,7 +10,7 @@ from kernels.all_finite import all_finite
 from kernels.cuda_graph import GraphPool
 from kernels.threads import threads
 from models.adapters import has_adapters
-from models.batch import Batch, KVCache, LayerState
+from models.batch import Batch, KVCache, attention_cache, layer_states
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
 from pipelines.engine.graph_steps import GraphSteps
@@ -112,8 +112,7 @@ class Executor:
         return {
             f"layers.{number}.state.{i}": tensor
             for number, layer in zip(self.model.local_layers, self.cache.layers, strict=False)
-            if isinstance(layer, LayerState)
-            for i, tensor in enumerate(layer.tensors)
+            for i, tensor in enumerate(layer_states(layer))
         }
 
     @property
@@ -124,10 +123,10 @@ class Executor:
         """
         layers = zip(self.model.local_layers, self.cache.layers, self.model.layer_caches, strict=False)
         return {
-            f"layers.{number}.{name}.{part}": (tensor, heads)
-            for number, layer, heads in layers
-            if isinstance(heads, Heads) and not isinstance(layer, LayerState)
-            for name, vectors in zip(("keys", "values"), layer, strict=True)
+            f"layers.{number}.{name}.{part}": (tensor, content.heads)
+            for number, layer, content in layers
+            if content.heads is not None
+            for name, vectors in zip(("keys", "values"), attention_cache(layer) or (), strict=True)
             for part, tensor in enumerate(vectors.tensors)
         }
 

@@ -9,7 +9,8 @@ import torch
 from conf.errors import UserError
 from conf.support.sizes import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
-from models.batch import KVCache, LayerCache, LayerState, StateShapes
+from models.batch import AnyCache, KVCache, LayerCache, LayerState, join_cache
+from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine.snapshots import MIN_TOKENS
 from pipelines.engine.state_manager import StateManager
@@ -22,7 +23,7 @@ AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is al
 
 
 def allocate_kv_cache(
-    layers: Sequence[Heads | StateShapes],
+    layers: Sequence[CacheContent],
     num_blocks: int,
     block_size: int,
     formats: list[tuple[KVFormat, KVFormat]] | None,
@@ -44,15 +45,17 @@ def allocate_kv_cache(
         # The values of a latent (MLA) cache have no channels, so there is nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    def of_layer(layer: Heads | StateShapes) -> LayerCache | LayerState:
-        if not isinstance(layer, Heads):
-            sizes = [((num_state_slots, *state.shape), state.dtype or dtype) for state in layer]
-            return LayerState(tuple(torch.empty(size, dtype=kind, device=device) for size, kind in sizes))
+    def attention_part(heads: Heads) -> LayerCache:
         of_keys, of_values = next(next_formats)
         return (
-            paged(of_keys, layer.num_key_value_heads, layer.head_dim),
-            paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
+            paged(of_keys, heads.num_key_value_heads, heads.head_dim),
+            paged(of_values, heads.num_key_value_heads, heads.value_head_dim),
         )
+
+    def of_layer(layer: CacheContent) -> AnyCache:
+        sizes = [((num_state_slots, *state.shape), state.dtype or dtype) for state in layer.states]
+        states = LayerState(tuple(torch.empty(size, dtype=kind, device=device) for size, kind in sizes))
+        return join_cache(None if layer.heads is None else attention_part(layer.heads), states)
 
     return KVCache([of_layer(layer) for layer in layers], num_blocks, block_size, dtype, num_state_slots)
 

@@ -10,6 +10,7 @@ from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import ModelConfig, ParallelConfig
 from kernels.kv_format import FORMATS, STATIC_FORMATS
+from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.model_plan import ModelPlan
@@ -47,7 +48,9 @@ def model_costs(
             keys, values = FORMATS[quant.kv_cache.name]
         else:
             keys = values = STATIC_FORMATS[plan.static_cache.name](torch.ones(heads.num_key_value_heads))
-        cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
+        cache = allocate_kv_cache(
+            [CacheContent(heads)], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta")
+        )
         return sum(tensor.nbytes for tensor in cache.tensors)
 
     layout = layout_of(0, 1, 1, parallel)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from kernels.linear.compressed import GROUP, GROUP_BYTES, is_gain
-from models.batch import StateShapes
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
 from models.layers.dense import PackedDenseMethod
@@ -100,10 +99,6 @@ NO_HEADS = Heads(0, 0, 0, 0)
 """Of a layer without attention, which is made of channels. The bytes of recurrent states are not counted."""
 
 
-def _heads_of(content: Heads | StateShapes) -> Heads:
-    return content if isinstance(content, Heads) else NO_HEADS
-
-
 def _rank_heads(heads: Heads, tp: int, rank: int) -> Heads:
     head_shard = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
     return replace(heads, num_attention_heads=len(head_shard.queries), num_key_value_heads=len(head_shard.keys))
@@ -138,7 +133,7 @@ class ParallelCosts:
         self.active_share = (lambda num_tokens: 1.0) if experts is None else experts.active_share
         """Maps a number of tokens to the share of experts that they are expected to choose."""
         firsts = {kind: kinds.index(kind) for kind in kinds}
-        self._heads = {kind: _heads_of(model.layer_caches[index]) for kind, index in firsts.items()}
+        self._heads = {kind: model.layer_caches[index].heads or NO_HEADS for kind, index in firsts.items()}
         self._layers = {kind: self._parts(model.layers[index].named_modules()) for kind, index in firsts.items()}
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()

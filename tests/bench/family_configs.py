@@ -151,6 +151,12 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     },
     "exaone4": {**LLAMA, "sliding_window": 4096, "vocab_size": 102400},
     "falcon": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "vocab_size": 65024},
+    "falcon_h1": {
+        **LLAMA,
+        **{"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8},
+        **{"num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128},
+        "vocab_size": 32784,
+    },
     "gemma2": {
         **LLAMA,
         "hidden_size": 1152,

@@ -110,6 +110,24 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+FALCON_H1: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.4,
+    "attention_in_multiplier": 0.8,
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.4, 0.25, 0.5, 0.8, 1.5],
+    "ssm_out_multiplier": 0.7,
+    "mlp_multipliers": [0.9, 0.6],
+}
 
 HYBRID = {
     "granitemoehybrid": Family(
@@ -188,6 +206,42 @@ HYBRID = {
         refused=[
             *REFUSED_MAMBA2,
             ({"attn_layer_indices": [4]}, r"attn_layer_indices=\[4\] is not a list of layers from 0 to 3"),
+        ],
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        sizes=FALCON_H1,
+        variants=[
+            {},
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2, "num_key_value_heads": 1},
+            {"mamba_rms_norm": True, "mamba_n_groups": 3, "tie_word_embeddings": True, "mamba_d_conv": 3},
+            {"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_d_head": 32},
+            {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "projectors_bias": True,
+                "mamba_proj_bias": True,
+                "mamba_conv_bias": False,
+                "mlp_multipliers": None,
+                "ssm_multipliers": None,
+            },
+        ],
+        read=[
+            (
+                {"mamba_use_mlp": True, "attn_layer_indices": None, "projectors_bias": True},
+                {"mamba.heads.num_heads": 6, "mamba.has_bias": False, "mamba.has_output_bias": True, "has_norm": False},
+            ),
+        ],
+        refused=[
+            THREE_KEYS,
+            NOT_SILU,
+            ({"mamba_d_head": 8}, "mamba_n_heads=6 of mamba_d_head=8 channels are not the 96 channels of mamba_d_ssm"),
+            ({"mamba_use_mlp": False}, "mamba_use_mlp=False is not supported: only True, None"),
+            ({"attn_layer_indices": [1]}, r"attn_layer_indices=\[1\] is not supported: only None"),
+            ({"layer_types": ["hybrid", FULL, "hybrid"]}, "layer_types=.* is not supported: only "),
+            ({"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers=\[1\.0, 2\.0\] is not a list of 5 positive numbers"),
+            ({"mlp_multipliers": [1, 0]}, r"mlp_multipliers=\[1, 0\] is not a list of 2 positive numbers"),
+            ({"key_multiplier": 0}, "key_multiplier=0.0 is not a number from 1e-30"),
         ],
     ),
     "nemotron_h": Family(

@@ -190,7 +190,7 @@ class Share:
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
-    first_of_kind = {type(content): content for content in reversed(full_model.layer_caches) if content != ()}
+    first_of_kind = {content.kind: content for content in reversed(full_model.layer_caches)}
     return allocate_kv_cache(
         list(first_of_kind.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
     )
