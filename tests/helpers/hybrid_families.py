@@ -113,6 +113,7 @@ GRANITE: dict[str, Any] = {
 FALCON_H1: dict[str, Any] = {
     **BASE,
     "num_hidden_layers": 3,
+    "head_dim": 16,
     "mamba_d_ssm": 96,
     "mamba_n_heads": 6,
     "mamba_d_head": 16,

@@ -15,6 +15,7 @@ from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all
 from models.formats.gguf.recurrent_config import (
     KEY_HEADS,
     NEMOTRON_ARRAYS,
+    falcon_h1,
     granite,
     granite_hybrid,
     lfm2,
@@ -387,5 +388,6 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "nemotron_h": nemotron_h,
     "nemotron_h_moe": nemotron_h,
     "mamba2": mamba2,
+    "falcon-h1": falcon_h1,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""

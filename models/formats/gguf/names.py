@@ -294,6 +294,18 @@ GRANITE_HYBRID = TensorLayout(
     flat=(".A_log", ".D", "mamba.norm.weight"),
     stacked=dict.fromkeys((("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")), "shared_mlp.input_linear"),
 )
+FALCON_H1 = TensorLayout(
+    {**OUTSIDE_LAYERS, "output_norm": "model.final_layernorm"},
+    {
+        "attn_norm": "input_layernorm",
+        **ATTENTION,
+        **{name: f"mamba.{module}" for name, module in SSM.items()},
+        "ffn_norm": "pre_ff_layernorm.weight",  # its name in files has no .weight
+        **{name: f"feed_forward.{module}" for name, module in GATED_MLP.items()},
+    },
+    depthwise=("conv1d",),
+    flat=(".A_log", ".D", "mamba.norm.weight"),
+)
 BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 MAMBA2 = TensorLayout(
     BACKBONE,
@@ -332,6 +344,7 @@ LAYOUTS = {
     "qwen3_5_moe_text": QWEN35,
     "granite": LLAMA,
     "granitemoehybrid": GRANITE_HYBRID,
+    "falcon_h1": FALCON_H1,
     "mamba2": MAMBA2,
     "nemotron_h": NEMOTRON_H,
     "gemma2": GEMMA,

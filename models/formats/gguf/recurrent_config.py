@@ -159,6 +159,28 @@ def granite_hybrid(file: GGUFMetadata) -> dict[str, Any]:
     )
 
 
+def falcon_h1(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Falcon-H1. The weights of the file contain the factors. llama.cpp's norm reads gated heads."""
+    shape, read = rotary_decoder(file), file.read
+    inner_size, heads = read.count("ssm.inner_size"), read.count("ssm.time_step_rank")
+    return shape | {
+        "model_type": "falcon_h1",
+        "attention_bias": has_bias(file, "attn_q"),
+        "mlp_bias": has_bias(file, "ffn_gate"),
+        "mamba_d_ssm": inner_size,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner_size // heads,
+        "mamba_d_state": read.count("ssm.state_size"),
+        "mamba_n_groups": read.count("ssm.group_count"),
+        "mamba_d_conv": read.count("ssm.conv_kernel"),
+        "mamba_conv_bias": has_bias(file, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(file, "ssm_in"),
+        "projectors_bias": has_bias(file, "ssm_out"),
+        "mamba_rms_norm": any(name.endswith("ssm_norm.weight") for name in file.tensors),
+        "mamba_norm_before_gate": False,
+    }
+
+
 LAYER_TYPES = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_up": "mlp", "ffn_up_exps": "moe"}
 """Nemotron-H's layer types by a tensor that only layers of this type have."""
 NEMOTRON_ARRAYS = ("feed_forward_length", KEY_HEADS)

@@ -40,6 +40,8 @@ NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
 RECURRENT = {"lfm2": 0, "lfm2_moe": 0, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
 """The number of the variant: Qwen3.5's files have attention in every fourth layer."""
 READ_ONLY = {
+    "falcon h1": ("falcon_h1", 0),
+    "falcon h1 norm": ("falcon_h1", 1),
     "granite": ("granite", 0),
     "granite 4": ("granitemoehybrid", 0),
     "granite 4 mixture": ("granitemoehybrid", 1),
