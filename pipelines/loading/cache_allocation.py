@@ -86,7 +86,7 @@ def make_caches(
     rooms = [room_of(plans, config, free, *ranks), *(driver.other_rooms() if driver else [])]
     sizes = choose_sizes(rooms, block_size, wanted_blocks, num_slots, config.kv_cache_memory)
     caches = [allocate_cache(plan, config, *sizes) for plan in plans]
-    if cost := slot_cost(caches[0]):
+    for cost in filter(None, map(slot_cost, caches)):
         note(cost)
     return caches
 

@@ -65,8 +65,6 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
         raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
     if shape.capabilities.needs_whole_prompt or target.shape.capabilities.needs_whole_prompt:
         raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
-    if shape.capabilities.is_recurrent:
-        raise UserError("its recurrent layers cannot drop rejected drafts: give another model")
     draft_tokenizer = source.checkpoint.load_tokenizer() if settings.tokenizer else None
     if draft_tokenizer and settings.tokenizer:
         _compare_tokenizers(draft_tokenizer, settings.tokenizer)

@@ -159,7 +159,9 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
         heads = layer.get_submodule(model.layout.attention).heads
         blocks = engine.scheduler.block_manager
         formats = [(paged.format, paged.format) for paged in engine.executor.cache.layers[0][:1]]
-        cache = allocate_kv_cache([CacheContent(heads)], blocks.num_blocks, blocks.block_size, formats, torch.float32, engine.device)
+        cache = allocate_kv_cache(
+            [CacheContent(heads)], blocks.num_blocks, blocks.block_size, formats, torch.float32, engine.device
+        )
         arguments = tuple(x.chunk(RANKS)[rank] for x in inputs) if family == "bloom" else inputs  # slopes of its heads
         layer_output = layer(stream, *arguments, batch, cache.layers[0])
         torch.testing.assert_close(layer_output, expected, atol=1e-4, rtol=1e-4)

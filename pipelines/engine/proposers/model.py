@@ -1,7 +1,8 @@
 """Drafts of a smaller model with the same tokens. Its own KV cache uses the block tables of the main model.
 
 It computes by itself all tokens that its cache lacks: prompts, and tokens that another proposer drafted. Its cache
-content decides how many drafts are accepted, but never which tokens are generated.
+content decides how many drafts are accepted, but never which tokens are generated. Recurrent layers have slots of their
+own (`DraftStates`).
 """
 
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from pipelines.engine.executor import Executor
 from pipelines.engine.operations import CopyBlocks
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
+from pipelines.engine.proposers.draft_states import DraftStates
 from pipelines.engine.request import Sequence
 
 
@@ -49,6 +51,8 @@ class ModelProposer(Proposer):
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
         self._hashes: dict[int, bytes] = {}  # prefix cache hashes of the blocks that the draft model has filled
+        self._is_recurrent = executor.model.config.capabilities.is_recurrent
+        self._states = DraftStates(executor.cache.num_slots if self._is_recurrent else 0)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
@@ -57,7 +61,7 @@ class ModelProposer(Proposer):
             self._hashes.pop(target, None)
 
     def propose(self, limits: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return draft tokens for each sequence; none if its missing tokens exceed one batch."""
+        """Return draft tokens for each sequence; none if its missing tokens exceed one batch, or no state is free."""
         drafts = {sequence: Draft(sequence, most) for sequence, most in limits}
         missed = self._uncached_tokens(list(drafts))
         for part in missed:
@@ -66,10 +70,18 @@ class ModelProposer(Proposer):
         new = missed
         while new and (more := grow(growing, self._logits(new))):
             growing = [growing[i] for i in more]
-            new = [draft.last() for draft in growing]
+            new = [self._last(draft) for draft in growing]
         for draft in ready:
-            draft.sequence.drafting = CachedTokens(len(draft.sequence.token_ids), tuple(draft.token_ids[:-1]))
+            computed = () if self._is_recurrent else tuple(draft.token_ids[:-1])
+            draft.sequence.drafting = CachedTokens(len(draft.sequence.token_ids), computed)
         return [draft.token_ids for draft in drafts.values()]
+
+    def learn(self, sequence: Sequence) -> None:
+        self._states.drop(sequence)
+
+    def _last(self, draft: Draft) -> NewTokens:
+        last, number = draft.last(), len(draft.token_ids) - 1
+        return last._replace(state_slots=self._states.of_draft(draft.sequence, number)) if self._is_recurrent else last
 
     def _logits(self, new: list[NewTokens]) -> Tensor:
         """Compute new tokens, and return logits [R, V] over the main model's vocabulary.
@@ -84,19 +96,30 @@ class ModelProposer(Proposer):
 
         Skips a sequence with a token that is not in the draft model's vocabulary.
         """
-        budget, parts = self._max_batched_tokens, []
+        budget, parts = self._max_batched_tokens, list[NewTokens]()
         for sequence in sequences:
+            if self._is_recurrent and len(parts) == self._states.num_pairs:
+                break
             start = self._num_cached(sequence)
             token_ids = sequence.token_ids[start : start + budget]
             if max(token_ids, default=self._draft_vocab_size) < self._draft_vocab_size:
                 is_whole = start + len(token_ids) == len(sequence.token_ids)
-                parts.append(NewTokens(sequence, start, token_ids, int(is_whole)))
+                parts.append(self._with_state(NewTokens(sequence, start, token_ids, int(is_whole))))
                 budget -= len(token_ids)
         return parts
+
+    def _with_state(self, part: NewTokens) -> NewTokens:
+        if not self._is_recurrent:
+            return part
+        self._states.use(part.sequence)
+        return part._replace(state_slots=self._states.of_tokens(part.sequence, part.start))
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens are already computed. It never includes the last token, whose output is needed."""
         cached: CachedTokens | None = sequence.drafting
+        if self._is_recurrent:  # blocks of an earlier row have no state; nor has a fork
+            num_tokens = cached.num_tokens if cached and sequence in self._states else 0
+            return num_tokens if num_tokens < len(sequence.token_ids) else 0
         if cached:
             num_tokens = cached.num_matching(sequence.token_ids)
         else:  # a new row; its blocks may be shared with an earlier row

@@ -202,9 +202,7 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
     formats = [(Unquantised(), Unquantised())] * len(model.attention_heads)
     plain, prompt = batch_of([3, 4]), Batch(torch.zeros(100, dtype=torch.int64), BatchShape(5, 2, 1, 0, 2))
     adapted = Batch(torch.zeros(100, dtype=torch.int64), BatchShape(2, 2, 1, 0, 2, 2))
-    engine.run_over(
-        model, allocate_kv_cache(model.layer_caches, 9, 4, formats, torch.float32, torch.device("meta")), 4
-    )
+    engine.run_over(model, allocate_kv_cache(model.layer_caches, 9, 4, formats, torch.float32, torch.device("meta")), 4)
     assert happened(engine, plain, prompt) == ["captured plain", "plain", "computed"]
     engine.load_adapter("fr", tmp_path / "fr")  # the first one creates the tables
     assert happened(engine, plain, adapted, prompt) == [*CAPTURED, "plain", "adapted", "computed"]

@@ -26,7 +26,7 @@ from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from tests.helpers import divided_engines, kept_prefixes
-from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.builders import all_logits, complete, run_config, write_llama
 from tests.helpers.calibrated_ranks import quantized_by
 from tests.helpers.divided import plan_of, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
@@ -227,6 +227,40 @@ def test_drafts_change_nothing(folder: Path, made: Path) -> None:
             assert complete(engine, SHORT, drafts) == expected
             assert engine.speculator.counts.num_drafted_tokens
             engine.scheduler.check_integrity()
+
+
+def test_a_recurrent_model_drafts(folder: Path, tmp_path: Path, preempted: list[Any]) -> None:
+    """For itself all drafts are right, whatever its state: new, after a preemption or in few slots. For another model
+    they change nothing."""
+    write_llama(tmp_path / "llama")
+    decode = DecodeConfig(max_new_tokens=15, ignore_eos=True, logprobs=3)
+    drafts = replace(decode, speculate=Speculate.model, speculation=SpeculationConfig(adaptive=False, num_tokens=3))
+    forks = {"n": 2, "max_new_tokens": 9, "temperature": 1.1, "seed": 5}
+    for model in (folder, tmp_path / "llama"):
+        run = run_config(model)
+        speculation = SpeculationConfig(model_path=str(folder))
+        drafting = replace(run, decode=replace(run.decode, speculate=Speculate.model, speculation=speculation))
+        for device in ({}, {"block_size": 4, "max_batched_tokens": 9}, {"block_size": 4}):
+            engine, plain = (load_engine(replace(r, device=replace(r.device, **device)), 7) for r in (drafting, run))
+            assert bool(plain.scheduler.state_manager.num_slots) == (model == folder)
+            proposer: Any = engine.speculator.proposers[Speculate.model]
+            for state in proposer.executor.cache.states:
+                state.fill_(torch.nan)
+            if device == {"block_size": 4}:  # few blocks, and fewer pairs of slots than rows
+                manager = engine.scheduler.block_manager
+                manager.pin(manager.allocate(manager.num_free_blocks - FEW_BLOCKS))
+                engine.requests = replace(engine.requests, num_blocks=FEW_BLOCKS)
+                del proposer._states._free[2:]
+            for _ in range(2):
+                with noted((model, device)):
+                    assert complete(engine, PROMPTS, drafts) == complete(plain, PROMPTS, decode)
+            counts = engine.speculator.counts
+            assert counts.num_drafted_tokens
+            assert model != folder or counts.num_accepted_tokens == counts.num_drafted_tokens
+            sampled = [complete(e, SHORT, replace(d, **forks)) for e, d in ((engine, drafts), (plain, decode))]
+            assert sampled[0] == sampled[1]
+            engine.scheduler.check_integrity()
+    assert preempted
 
 
 @pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
