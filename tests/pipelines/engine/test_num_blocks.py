@@ -5,17 +5,18 @@ import torch
 
 from conf.errors import UserError
 from kernels.kv_format import FORMATS
+from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine.kv_cache import AUTO_SHARE, CacheRoom, allocate_kv_cache, cache_room, choose_sizes
 
-HEADS = [Heads(4, 2, 8, 8)] * 3
+LAYERS = [CacheContent(Heads(4, 2, 8, 8))] * 3
 BLOCK = 3 * 2 * 16 * 2 * 8 * 4  # bytes: layers, keys and values, tokens, heads, channels, float32
 FREE = 1200 * BLOCK
 
 
 def num_blocks(memory: str, *ranks: int) -> int:
     formats, meta = [FORMATS["none"]] * 3, torch.device("meta")
-    one = allocate_kv_cache(HEADS, 1, 16, formats, torch.float32, meta, num_state_slots=1)
+    one = allocate_kv_cache(LAYERS, 1, 16, formats, torch.float32, meta, num_state_slots=1)
     number, num_slots = choose_sizes([cache_room(one, memory, FREE, *ranks)], 16, 10**6, 32, memory)
     assert num_slots == 0
     return number

@@ -249,8 +249,8 @@ def check_ranks(
         shard_model(rank_model, layout_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
         assert cost.weight_bytes == weight_bytes(rank_model, plan.dtype)
-        heads = rank_model.attention_heads
-        cache = allocate_kv_cache(heads, 1, 16, [FORMATS["none"]] * len(heads), plan.dtype, torch.device("meta"))
+        layers = rank_model.layer_caches
+        cache = allocate_kv_cache(layers, 1, 16, [FORMATS["none"]] * len(layers), plan.dtype, torch.device("meta"))
         assert cost.cache_bytes == sum(tensor.nbytes for tensor in cache.tensors)
         models.append(rank_model)
     return models
