@@ -76,7 +76,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": Architecture("Ernie 4.5 MoE", "ernie4_5_moe.read_config", "ernie4_5_moe.Ernie45Moe"),
     "exaone4": Architecture("EXAONE 4", "exaone4.read_config", "exaone4.Exaone4"),
     "falcon": Architecture("Falcon", "falcon.read_config", "falcon.Falcon", INV_FREQ),
-    "falcon_h1": Architecture("Falcon-H1", "falcon_h1.read_config", "falcon_h1.FalconH1"),
+    "falcon_h1": Architecture("Falcon-H1", "falcon_h1_config.read_config", "falcon_h1.FalconH1"),
     "gemma2": Architecture("Gemma 2", "gemma2.read_config", "gemma2.Gemma2", INV_FREQ),
     "gemma3_text": Architecture("Gemma 3", "gemma3.read_config", "gemma3.Gemma3", INV_FREQ),
     "glm": Architecture("GLM-4-9B", "glm.read_config", "glm.Glm", INV_FREQ),

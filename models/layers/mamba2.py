@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.gated_rms_norm import gated_rms_norm
 from kernels.quantize_rows import Activations
 from kernels.short_conv import short_conv
 from kernels.ssd import ssd, state_shape
 from models.batch import Batch, LayerState, StateShape, StateShapes
 from models.config import ConfigReader
 from models.layers.depthwise_conv import DepthwiseConv
+from models.layers.gated_norm import GatedRMSNorm
 from models.layers.layer_types import read_num_taps
 from models.layers.linear import Linear
 from models.layers.module import Module
@@ -133,19 +133,6 @@ def read_step_limits(config: ConfigReader) -> tuple[float, float]:
     if not is_pair or not 0 <= limits[0] < limits[1]:
         raise UserError(f"config.json: time_step_limit={stored!r} is not two numbers from 0 on, the smaller first")
     return float(limits[0]), float(limits[1])
-
-
-class GatedRMSNorm(Module):
-    """The norm of x * silu(gate), for each group of channels apart."""
-
-    def __init__(self, size: int, num_groups: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.group_size, self.eps = size // num_groups, eps
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate and the result are [R, H * D]."""
-        return gated_rms_norm(x, gate, self.weight, self.group_size, self.eps)
 
 
 class Mamba2(Module):

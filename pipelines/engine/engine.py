@@ -19,7 +19,6 @@ from pipelines.engine.request import Output, Pooling, Request, SequenceGroup, Si
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.scheduler import Scheduler
 from pipelines.engine.sequence_groups import begin_group
-from pipelines.engine.state_manager import StateManager
 from pipelines.engine.step_loop import StepLoop
 
 
@@ -60,8 +59,7 @@ class Engine(StepLoop):
         self.config, self.tokenizer = config, tokenizer
         self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
-        # a draft model's states are in slots of its own
-        state_manager = state_manager_of(cache) if self.capabilities.is_recurrent else StateManager(0)
+        state_manager = state_manager_of(cache, self.capabilities.is_recurrent)
         sizes = self.num_blocks, block_size, state_manager.num_slots
         self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, *sizes)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)

@@ -139,8 +139,13 @@ def slot_cost(cache: KVCache) -> str:
     return f"1 slot of recurrent states = {cost}; {cache.num_slots} slots"
 
 
-def state_manager_of(cache: KVCache) -> StateManager:
-    """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often."""
+def state_manager_of(cache: KVCache, is_recurrent: bool) -> StateManager:
+    """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often.
+
+    `is_recurrent`: whether the model has recurrent layers. If not, the slots are of its draft model, which manages them.
+    """
+    if not is_recurrent:
+        return StateManager(0)
     return StateManager(cache.num_slots, saves_outputs=cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token)
 
 
