@@ -1,6 +1,7 @@
 """Uninitialised memory is NaN, or the largest integer, in every comparison here; and Triton's interpreter computes as a
 GPU does."""
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
-from tests.helpers.triton_cases import DEVICE
+# Before triton is imported, as in tests/helpers/fixtures.py: if pytest is called with a path in this folder, this file
+# is the first.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from tests.helpers.triton_cases import DEVICE  # noqa: E402
 
 FLOATS = {
     tl.float8e4nv: torch.float8_e4m3fn,
