@@ -8,20 +8,10 @@ from kernels.ssd import ssd, state_shape
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
-from tests.helpers.recurrences import SEQUENCES, STARTS, assert_near_float64, check_cuts, noise
+from tests.helpers.recurrences import SEQUENCES, STARTS, assert_near_float64, check_cuts, noise, ssd_in_float64
 from tests.helpers.ways import any_way
 
 BOUNDS = {torch.float32: (0.0, torch.inf), torch.bfloat16: (0.25, 2.0), torch.float16: (0.001, 1.5)}  # of the step
-
-
-def in_float64(x: Tensor, keys: Tensor, queries: Tensor, step: Tensor, rate: Tensor, skip: Tensor) -> Tensor:
-    """Return y [T, H, D] of a sequence: (L * C B^T) (step * x) + skip * x, where L has the products of the decays
-    (arXiv 2405.21060). x [T, H, D], keys (B) and queries (C) [T, H, N], step [T, H], rate, skip [H]."""
-    log = (-rate * step).cumsum(0)
-    is_later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)[..., None]
-    decays = (log[:, None] - log).masked_fill(is_later, -torch.inf).exp()
-    scores = torch.einsum("thn,shn->tsh", queries, keys) * decays
-    return torch.einsum("tsh,shd->thd", scores, step[..., None] * x) + skip[:, None] * x
 
 
 @any_way
@@ -53,5 +43,5 @@ def test_any_cut_has_the_bits_of_the_whole(
     step = softplus(dt.double() + dt_bias.double(), threshold=80).clamp(*bounds)
     parts = x.unflatten(1, (num_heads, -1)), keys, queries, step
     of_heads = decay_log.double().exp(), skip.double()
-    expected = torch.cat([in_float64(*(part[piece] for part in parts), *of_heads) for piece in SEQUENCES])
+    expected = torch.cat([ssd_in_float64(*(part[piece] for part in parts), *of_heads) for piece in SEQUENCES])
     assert_near_float64(result, expected.flatten(1))
