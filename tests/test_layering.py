@@ -40,7 +40,7 @@ TORCHLESS = {  # these decide, and compute nothing; the same holds for their imp
 ALLOWED = {  # third-party package -> modules that may import it; a trailing dot means the whole package
     "hydra": ("run", "conf.compose", "conf.callbacks"),
     "omegaconf": ("run", "conf.compose", "conf.callbacks"),
-    "triton": ("kernels.*.triton",),
+    "triton": ("kernels.*.triton", "kernels.*.chunks"),
     "transformers": (
         "models.tokenizers.huggingface",
         "models.formats.in_memory",

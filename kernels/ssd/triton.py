@@ -1,11 +1,13 @@
-"""The state space layer of Mamba-2. One program computes some columns of one head of one sequence, token by token."""
+"""The state space layer of Mamba-2. One program computes some columns of one head of one sequence, token by token. Long
+prompts are computed in chunks."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.state_panels.triton import first_panel, softplus
+from kernels.ssd.chunks import ssd_chunks
+from kernels.state_panels.triton import CHUNK, CHUNK_ROWS, chunks_from, first_panel, new_panels, softplus
 
 
 def ssd(
@@ -29,11 +31,14 @@ def ssd(
     _, num_heads, num_panels, num_states, columns = states.shape
     out = torch.zeros(xbc.shape[0], num_heads * head_channels, dtype=xbc.dtype, device=xbc.device)
     if len(reads):
-        sizes, steps = (xbc.shape[1], head_channels, num_states, group), (min_step, max_step)
-        inputs, rows = (xbc, dt.contiguous(), *of_heads), triton.next_power_of_2(num_states)
-        _ssd[len(reads), num_heads, num_panels](
-            *inputs, out, states, *slots, *sizes, *steps, SIZE=rows, COLUMNS=columns
-        )
+        shape = (xbc.shape[1], head_channels, num_states, group)
+        arguments = (xbc, dt.contiguous(), *of_heads, out, states, *slots, *shape, min_step, max_step)
+        grid, limit = (len(reads), num_heads, num_panels), chunks_from(xbc.shape[0], len(reads))
+        sizes = {"SIZE": triton.next_power_of_2(num_states), "COLUMNS": columns}
+        _ssd[grid](*arguments, limit, **sizes)
+        if limit == CHUNK:
+            panels = new_panels(states, xbc.shape[0], len(reads))
+            ssd_chunks[grid](*arguments, panels, **sizes, CHUNK=CHUNK, ROWS=CHUNK_ROWS)
     return out
 
 
@@ -56,13 +61,16 @@ def _ssd(
     group,
     min_step,
     max_step,
+    limit,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    if end - start >= limit:
+        return
     row, column = tl.arange(0, SIZE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = row < num_states, column < channels
-    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     matrix, stored, is_stored = first_panel(states, reads, writes, ends, start, end, num_states, SIZE, COLUMNS)
     last = tl.load(ends + sequence) - 1
     rate, bias, factor = tl.exp(tl.load(decay_log + head)), tl.load(dt_bias + head), tl.load(skip + head)

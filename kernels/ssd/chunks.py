@@ -1,0 +1,83 @@
+"""Prompts of Mamba-2's state space layer in chunks (arXiv 2405.21060, section 6). One program computes some columns of
+one head of one sequence, chunk by chunk."""
+
+import triton
+import triton.language as tl
+
+from kernels.state_panels.triton import (
+    chunk_end,
+    decays_of_chunk,
+    first_panel_of_chunks,
+    panel_of_slot,
+    product,
+    softplus,
+)
+
+
+@triton.jit
+def ssd_chunks(
+    xbc,
+    dt,
+    dt_bias,
+    decay_log,
+    skip,
+    out,
+    states,
+    query_starts,
+    reads,
+    writes,
+    ends,
+    width,
+    channels,
+    num_states,
+    group,
+    min_step,
+    max_step,
+    panels,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    if end - start < CHUNK:
+        return
+    panel = first_panel_of_chunks(
+        panels, states, reads, writes, ends, start, end, num_states, SIZE, COLUMNS, CHUNK, ROWS
+    )
+    write, kept, t, row = tl.load(writes + sequence), tl.load(ends + sequence), start, tl.arange(0, ROWS)
+    stored = panel_of_slot(states, write, num_states, ROWS, COLUMNS)
+    rate, bias, factor = tl.exp(tl.load(decay_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    b_first, c_first = num_heads * channels, (num_heads * channels + width) // 2
+    while t < end:
+        stop, token = chunk_end(t, kept, end, CHUNK), t + tl.arange(0, CHUNK)
+        in_chunk, inputs = token < stop, xbc + token[:, None] * width
+        step = softplus(tl.load(dt + token * num_heads + head, mask=in_chunk, other=0.0).to(tl.float32) + bias)
+        step = tl.where(in_chunk, tl.minimum(tl.maximum(step, min_step), max_step), 0.0)
+        is_output, of_head = in_chunk[:, None] & (column < channels), head * channels + column
+        x = tl.load(inputs + of_head, mask=is_output, other=0.0).to(tl.float32)
+        scores, y = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, COLUMNS], tl.float32)
+        for first in range(0, num_states, ROWS):
+            state, in_rows = inputs + head // group * num_states + first + row, first + row < num_states
+            b = tl.load(state + b_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            c = tl.load(state + c_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            matrix = tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
+            scores, y = scores + product(c, tl.trans(b)), y + product(c, matrix)
+        to, after, between, decay = decays_of_chunk(-rate * step, CHUNK)
+        u = step[:, None] * x
+        y = to[:, None] * y + product(scores * between, u) + factor * x
+        tl.store(out + token[:, None] * num_heads * channels + of_head, y.to(out.dtype.element_ty), mask=is_output)
+        tl.debug_barrier()  # all threads have read the panel
+        u = after[:, None] * u
+        for first in range(0, num_states, ROWS):
+            state, in_rows = inputs + head // group * num_states + first + row, first + row < num_states
+            b = tl.load(state + b_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            matrix = decay * tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
+            matrix += product(tl.trans(b), u)
+            tl.store(panel + first * COLUMNS, matrix, mask=in_rows[:, None])
+            if (stop == kept) & (write >= 0):
+                tl.store(stored + first * COLUMNS, matrix, mask=in_rows[:, None])
+        tl.debug_barrier()
+        t = stop

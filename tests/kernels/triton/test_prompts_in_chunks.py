@@ -1,0 +1,80 @@
+"""The chunk form of prompts compared with the formulas in float64, and with itself in other cuts."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernels.ssd.triton import ssd
+from kernels.state_panels import state_shape
+from kernels.state_panels.triton import CHUNK
+from tests.helpers.recurrences import (
+    SEQUENCES,
+    STARTS,
+    Recurrence,
+    assert_near_float64,
+    check_cuts,
+    noise,
+    ssd_in_float64,
+)
+from tests.helpers.triton_cases import DEVICE
+
+T = int(STARTS[-1])
+ENDS = [
+    CHUNK,
+    CHUNK,
+    2 * CHUNK,
+    4 * CHUNK + 1,
+]  # pieces of one chunk, of none, of two chunks and a token, and of a rest
+# rows and columns of a state, heads, heads of a group, dtype, and whether cuts are random
+SIZES = [
+    pytest.param(24, 5, 1, 1, torch.float32, False, id="small"),
+    pytest.param(64, 32, 2, 2, torch.bfloat16, False, marks=pytest.mark.long),
+    pytest.param(128, 80, 2, 1, torch.float32, False, marks=pytest.mark.long),
+    pytest.param(64, 64, 1, 1, torch.float16, True, marks=pytest.mark.long),
+    pytest.param(128, 128, 1, 1, torch.float32, True, marks=pytest.mark.matrix),
+    pytest.param(256, 64, 3, 2, torch.bfloat16, True, marks=pytest.mark.matrix),
+]
+sizes = pytest.mark.parametrize(("num_rows", "num_columns", "num_heads", "group", "dtype", "at_random"), SIZES)
+
+
+def check(
+    compute: Recurrence, expected: Tensor, num_rows: int, num_columns: int, num_heads: int, at_random: bool
+) -> None:
+    """Compare with the tolerance of the CPU's kernels: products sum in float32, as the recurrence does."""
+
+    def on_device(piece: slice, states: Tensor, *slots: Tensor) -> Tensor:
+        placed = states.to(DEVICE)
+        result = compute(piece, placed, *(part.to(DEVICE) for part in slots)).cpu()
+        states.copy_(placed)
+        return result
+
+    def assert_same(result: Tensor, together: Tensor) -> None:
+        if result.dim() > 2:  # a state, without the padding of its last panel
+            result, together = (part.transpose(1, 2).flatten(2)[..., :num_columns] for part in (result, together))
+        assert_near_float64(result, together.double(), 4)  # both have an error, and a piece of one token may be small
+
+    cuts, shape = () if at_random else ENDS, state_shape(num_heads, num_rows, num_columns)
+    assert_near_float64(check_cuts(on_device, shape, cuts, assert_same), expected)
+
+
+@sizes
+def test_ssd(num_rows: int, num_columns: int, num_heads: int, group: int, dtype: torch.dtype, at_random: bool) -> None:
+    num_groups, bounds = -(-num_heads // group), (0.001, 80.0)
+    xbc = noise(T, num_heads * num_columns + 2 * num_groups * num_rows, dtype=dtype, seed=1)
+    dt = 3 * noise(T, num_heads, dtype=dtype, seed=2)
+    dt_bias, decay_log, skip = of_heads = noise(3, num_heads, dtype=torch.float32, seed=3)
+    dt[100::9] = 60  # softplus(60) is 60: a strong decay within a chunk, whose later tokens keep their digits
+
+    def compute(piece: slice, states: Tensor, *slots: Tensor) -> Tensor:
+        inputs = (part.to(DEVICE) for part in (xbc[piece], dt[piece], *of_heads))
+        return ssd(*inputs, states, group, num_columns, *bounds, *slots)
+
+    heads = torch.arange(num_heads) // group
+    x, *mixed = xbc.double().split([num_heads * num_columns, *[num_groups * num_rows] * 2], 1)
+    keys, queries = (part.unflatten(1, (-1, num_rows))[:, heads] for part in mixed)
+    step = softplus(dt.double() + dt_bias.double(), threshold=80).clamp(*bounds)
+    parts = x.unflatten(1, (num_heads, -1)), keys, queries, step
+    rates = decay_log.double().exp(), skip.double()
+    expected = torch.cat([ssd_in_float64(*(part[piece] for part in parts), *rates) for piece in SEQUENCES])
+    check(compute, expected.flatten(1), num_rows, num_columns, num_heads, at_random)
