@@ -1,12 +1,16 @@
 """The gated delta rule of recurrent layers. One program computes some columns of one head of one sequence, token by
-token."""
+token. Long prompts are computed in chunks."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.state_panels.triton import first_panel, softplus
+from kernels.gated_delta.chunks import gated_delta_chunks, invert_chunks
+from kernels.state_panels.triton import CHUNK, CHUNK_ROWS, chunks_from, first_panel, new_panels, softplus
+
+INVERTING = 16
+"""The programs that share the chunks of a head of a sequence. One long prompt and 16 heads occupy a GPU."""
 
 
 def gated_delta(
@@ -25,29 +29,27 @@ def gated_delta(
 ) -> Tensor:
     """Compute the same as kernels/gated_delta/reference.py."""
     qkv, decay, write_gate = qkv.contiguous(), decay.contiguous(), write_gate.contiguous()
+    inputs, of_heads, slots = (qkv, decay, write_gate), (decay_log, decay_bias), (query_starts, reads, writes, ends)
     _, num_heads, num_panels, key_channels, columns = states.shape
     out = torch.zeros(qkv.shape[0], num_heads * value_channels, dtype=qkv.dtype, device=qkv.device)
     if len(reads):
-        _gated_delta[len(reads), num_heads, num_panels](
-            qkv,
-            decay,
-            write_gate,
-            decay_log,
-            decay_bias,
-            states,
-            query_starts,
-            reads,
-            writes,
-            ends,
-            out,
-            num_heads,
-            (qkv.shape[1] - out.shape[1]) // (2 * key_channels),
-            value_channels,
-            key_channels,
-            group,
-            SIZE=triton.next_power_of_2(key_channels),
-            COLUMNS=columns,
-        )
+        num_keys = (qkv.shape[1] - out.shape[1]) // (2 * key_channels)
+        shape, size = (num_keys, value_channels, key_channels, group), triton.next_power_of_2(key_channels)
+        grid, limit = (len(reads), num_heads, num_panels), chunks_from(len(qkv), len(reads))
+        _gated_delta[grid](*inputs, *of_heads, states, *slots, out, *shape, limit, SIZE=size, COLUMNS=columns)
+        if limit == CHUNK:
+            inverses = torch.empty(len(qkv), num_heads, CHUNK, device=qkv.device)
+            sizes = {"CHUNK": CHUNK, "ROWS": CHUNK_ROWS}
+            invert_chunks[len(reads), num_heads, INVERTING](
+                *inputs, *of_heads, query_starts, ends, inverses, *shape, **sizes
+            )
+            panels = new_panels(states, len(qkv), len(reads))
+            gated_delta_chunks[grid](
+                *(qkv, decay, *of_heads, inverses, states, panels, *slots, out, *shape),
+                SIZE=size,
+                COLUMNS=columns,
+                **sizes,
+            )
     return out
 
 
@@ -69,18 +71,20 @@ def _gated_delta(
     writes,
     ends,
     out,
-    num_heads,
     num_key_heads,
     value_channels,
     key_channels,
     group,
+    limit,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    if end - start >= limit:
+        return
     row, value = tl.arange(0, SIZE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = row < key_channels, value < value_channels
-    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     matrix, stored, is_stored = first_panel(states, reads, writes, ends, start, end, key_channels, SIZE, COLUMNS)
     last = tl.load(ends + sequence) - 1
     rate, bias = tl.exp(tl.load(decay_log + head)), tl.load(decay_bias + head)

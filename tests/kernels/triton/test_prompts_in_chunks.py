@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kernels.gated_delta.triton import gated_delta
 from kernels.ssd.triton import ssd
 from kernels.state_panels import state_shape
 from kernels.state_panels.triton import CHUNK
@@ -14,6 +15,7 @@ from tests.helpers.recurrences import (
     Recurrence,
     assert_near_float64,
     check_cuts,
+    gated_delta_in_float64,
     noise,
     ssd_in_float64,
 )
@@ -78,3 +80,24 @@ def test_ssd(num_rows: int, num_columns: int, num_heads: int, group: int, dtype:
     rates = decay_log.double().exp(), skip.double()
     expected = torch.cat([ssd_in_float64(*(part[piece] for part in parts), *rates) for piece in SEQUENCES])
     check(compute, expected.flatten(1), num_rows, num_columns, num_heads, at_random)
+
+
+@sizes
+def test_gated_delta(
+    num_rows: int, num_columns: int, num_heads: int, group: int, dtype: torch.dtype, at_random: bool
+) -> None:
+    key_heads = [head // group for head in range(num_heads)]
+    qkv = noise(T, 2 * (max(key_heads) + 1) * num_rows + num_heads * num_columns, dtype=dtype, seed=1)
+    gates, of_heads = 3 * noise(2, T, num_heads, dtype=dtype, seed=2), noise(2, num_heads, dtype=torch.float32, seed=3)
+    gates[0, 100::9] = 60  # as in ssd
+    first = SEQUENCES[1].start
+    # A repeated token, which nothing forgets: a sum of powers of L instead of a substitution would lose all digits.
+    qkv[first : first + 40], gates[0, first : first + 40], gates[1, first : first + 40] = qkv[first], -9, 9
+
+    def compute(piece: slice, states: Tensor, *slots: Tensor) -> Tensor:
+        inputs = (part.to(DEVICE) for part in (qkv[piece], *gates[:, piece], *of_heads))
+        return gated_delta(*inputs, states, group, num_columns, *slots)
+
+    inputs = [(qkv[piece], [*gates[:, piece], *of_heads]) for piece in SEQUENCES]
+    expected = torch.cat([gated_delta_in_float64(*parts, key_heads, (num_rows, num_columns)) for parts in inputs])
+    check(compute, expected, num_rows, num_columns, num_heads, at_random)
