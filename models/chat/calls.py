@@ -199,10 +199,10 @@ class CallReader:
             elif form.body in LISTED and char in "[],;" and (char != "[" or self._num_started == num_before):
                 stream.position += 1
                 in_list = char == "[" or (in_list and char != "]")
-            elif form.body is Body.object and char == "{":
+            elif form.body in LISTED and char == "{":  # LFM2 also writes JSON, if the system message asks for it
                 yield from self._read_object()
                 in_call = False
-            elif form.body is Body.object and char == "}" and self._num_started > num_before:
+            elif form.body in LISTED and char == "}" and self._num_started > num_before:
                 stream.position += 1  # a bracket too many
             elif NAME.match(char) and (form.body is Body.python or (form.body is Body.object and in_list)):
                 yield from self._read_python_call()

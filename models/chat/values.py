@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from models.chat.stream import Reading, Sink, TextStream
@@ -14,6 +15,9 @@ MAX_PYTHON = 1 << 20
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 OUTSIDE_STRING = re.compile(r'[^"{}\[\]<]+')
 SCALAR = re.compile(r"[^\s,}\]<;]+")
+KEYWORD = re.compile(r"\w[\w.-]*")
+BEHIND_STRING = tuple(",)]}:'\"")
+"""Characters that may follow a Python string."""
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -229,10 +233,16 @@ def _read_gemma_list(stream: TextStream, quote: str, sink: Sink, depth: int) -> 
 
 
 def read_python_arguments(stream: TextStream) -> Reading[str]:
-    """Return the keyword arguments of a Python call, from its opening bracket, as a JSON object."""
-    source: list[str] = []
+    """Return the keyword arguments of a Python call, from its opening bracket, as a JSON object.
+
+    LFM2.5's template escapes no quotes, so a quote within a string is text unless something follows that may follow a
+    string.
+    """
+    pieces: list[list[str]] = []
     depth, quote = 0, ""
-    while char := (yield from stream.peek()):
+    for _ in range(MAX_PYTHON):
+        if not (char := (yield from stream.peek())):
+            break
         stream.position += 1
         if quote and char == "\\":
             escaped = yield from stream.peek()
@@ -241,24 +251,33 @@ def read_python_arguments(stream: TextStream) -> Reading[str]:
         elif quote and char in "\n\r":
             char = repr(char)[1:-1]
         elif char == quote:
-            quote = ""
+            is_end = yield from stream.comes_after_space(BEHIND_STRING)
+            quote, char = ("", char) if is_end else (quote, f"\\{char}")
         elif not quote and char in "'\"":
             quote = char
         elif not quote:
             depth += (char in "([{") - (char in ")]}")
-        source.append(char)
         if depth == 0 and not quote:
-            return _arguments_of("".join(source))
-        if len(source) > MAX_PYTHON:
-            break
+            if char != ")":
+                break
+            return _python_arguments(map("".join, pieces))
+        if depth == 1 and not quote and char in ("(", ","):
+            pieces.append([])
+        elif pieces:
+            pieces[-1].append(char)
     raise Malformed
 
 
-def _arguments_of(brackets: str) -> str:
+def _python_arguments(texts: Iterable[str]) -> str:
+    """Return keyword arguments as a JSON object. Names may be words of Python, such as `from`."""
+    arguments: dict[str, Any] = {}
     try:
-        call = ast.parse(f"f{brackets}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise Malformed
-        return json_of({str(keyword.arg): literal_value(keyword.value) for keyword in call.keywords})
+        for text in filter(str.strip, texts):
+            name, _, value = text.partition("=")
+            if not KEYWORD.fullmatch(name.strip()) or name.strip() in arguments:
+                raise Malformed
+            (argument,) = literal_value(ast.parse(f"[{value}]", mode="eval").body)
+            arguments[name.strip()] = argument
+        return json_of(arguments)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise Malformed from error

@@ -43,6 +43,9 @@ def x(name: str, *arguments: tuple[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(texts)}</function>\n</tool_call>"
 
 
+LFM2 = "<|tool_call_start|>{}<|tool_call_end|>"
+
+
 def parts_of(
     form: str, pieces: Iterable[str], tools: Tools | None = TOOLS, begun: str = "", is_cut: bool = False
 ) -> list[Part]:
@@ -152,6 +155,23 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("gpt_oss", " to=functions.clock<|channel|>commentary json<|message|>{}<|call|>", [CLOCK]),
     ("gpt_oss", "<|channel|>commentary to=functions.no <|message|>{}<|call|>", [Content("{}")]),
     ("qwen3_coder", x("exec", ("a", "1e999"), ("b", "[1, 2]")), [("exec", {"a": float("inf"), "b": [1, 2]}, None)]),
+    ("lfm2", LFM2.format(f'[{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock"}}]'), [CALL, CLOCK]),
+    ("lfm2", LFM2.format("[clock()]") * 2 + "Wait.", [CLOCK, CLOCK, Content("Wait.")]),
+    (
+        "lfm2",
+        LFM2.format("[exec(a=True, b={'c': null}, d='x'\n 'y',)]"),
+        [("exec", {"a": True, "b": {"c": None}, "d": "xy"}, None)],
+    ),
+    (
+        "lfm2",
+        LFM2.format("[exec(a='it's, \"ok\"', b=['don't'])]"),
+        [("exec", {"a": 'it\'s, "ok"', "b": ["don't"]}, None)],
+    ),
+    (
+        "nemotron2",
+        f'<TOOLCALL>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]</TOOLCALL>',
+        [CALL, CLOCK],
+    ),
     ("text", "<think>a</think>b <tool_call>", [Reasoning("a"), Content("b <tool_call>")]),
     (
         "minimax_m3",
@@ -238,6 +258,9 @@ REPORTS: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     ),
     "vllm!48171 Python with brackets in a string": (
         "lfm2", '<|tool_call_start|>[exec(a="x]",b=-1)]<|tool_call_end|>', [("exec", {"a": "x]", "b": -1}, None)], {},
+    ),
+    "vllm!48171 Python with a tuple, and with a name that is a word of Python": (
+        "lfm2", LFM2.format("[exec(size=(8, 6), from=1)]"), [("exec", {"size": [8, 6], "from": 1}, None)], {},
     ),
     "vllm!26233 of two calls only one is wanted": (
         "hermes", f"{hermes('clock', '{}')}\n{hermes('exec', '{}')}", [CLOCK], {"tools": Tools(TOOLS.parameters, 1)},
