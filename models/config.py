@@ -123,7 +123,7 @@ class ConfigReader:
     def activation(self, supported: tuple[str, ...], default: str) -> str:
         """Return hidden_act under its name in `supported`. Raises UserError for an unsupported function."""
         activation = self.raw("hidden_act")
-        name = SAME_ACTIVATIONS.get(activation, activation)
+        name = SAME_ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation
         return str(name) if name in supported else str(self.expect("hidden_act", supported, default))
 
     def check_multiple(self, key: str, value: int, of: str, divisor: int) -> None:

@@ -226,6 +226,7 @@ def test_llama_needs_its_sizes(key: str) -> None:
     "changes, message",
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported: only 'silu'"),
         ({"hidden_size": "32"}, "hidden_size='32' is not of type int"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a number above 0"),
         ({"vocab_size": 64.0}, "vocab_size=64.0 is not of type int"),
