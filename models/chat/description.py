@@ -36,7 +36,7 @@ class Body(StrEnum):
     gemma = "gemma"
     """A name, and an object with bare keys and strings between `quote` marks."""
     python = "python"
-    """Python calls with keyword arguments, separately or in a list."""
+    """Python calls with keyword arguments, separately or in a list. Objects as in `object` are read, too."""
     harmony = "harmony"
     """Messages with a header that names the channel and the recipient, as gpt-oss writes them. The arguments are a JSON
     object, or tagged if the format has a `tag`.

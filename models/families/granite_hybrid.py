@@ -11,7 +11,7 @@ from models.decoder import RecurrentConfig, read_decoder_config
 from models.families import granite
 from models.families.granite import GraniteLM, Multipliers, read_multipliers
 from models.families.granite_mixture import GraniteMixture
-from models.layers.layer_types import LINEAR, check_layer_types, renamed_types
+from models.layers.layer_types import LINEAR, agreed_types, check_layer_types, renamed_types
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
 from models.layers.mlp import FusedMLP
 from models.layers.rotary import RotaryEmbedding
@@ -40,7 +40,9 @@ def read_config(config: ConfigReader) -> GraniteHybridConfig:
     Raises UserError for missing, mistyped or unsupported values, and for contradicting kinds of layers.
     """
     shape = read_decoder_config(config, 1e-6, 2048)
-    types = renamed_types(config.raw("layer_types", config.raw("layers_block_type")))
+    keys = "layer_types", "layers_block_type"
+    types, others = (renamed_types(config.raw(key)) for key in keys)
+    types = agreed_types(config, keys[0], types, keys[1], others)
     experts, chosen = _read_experts(config)
     config.expect("normalization_function", ("rmsnorm", None), None)
     position_type = config.expect("position_embedding_type", ("rope", "nope", None), None)

@@ -15,7 +15,7 @@ from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, DecoderLM, RecurrentConfig
 from models.layers.attention import Heads, attend, merge_qkv
-from models.layers.layer_types import FULL, check_layer_types, read_num_taps, types_of_indices
+from models.layers.layer_types import FULL, agreed_types, check_layer_types, read_num_taps, types_of_indices
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
@@ -87,11 +87,8 @@ def _intermediate_size(config: ConfigReader) -> int:
 def _read_kinds(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is recurrent, from `layer_types` or the older `full_attn_idxs`."""
     types, indices = config.raw("layer_types"), config.raw("full_attn_idxs")
-    if indices is not None:
-        of_indices = types_of_indices("full_attn_idxs", indices, CONV, num_layers)
-        types = of_indices if types is None else types
-        if types != of_indices:
-            raise UserError(f"config.json: full_attn_idxs={indices} contradicts layer_types: leave one of them out")
+    of_indices = None if indices is None else types_of_indices("full_attn_idxs", indices, CONV, num_layers)
+    types = agreed_types(config, "layer_types", types, "full_attn_idxs", of_indices)
     types = [FULL] * num_layers if types is None else types
     return check_layer_types(types, CONV, num_layers)
 

@@ -13,7 +13,7 @@ from models.batch import Batch, LayerCache, LayerState
 from models.config import ConfigReader
 from models.decoder import MixerLayer, NoPEAttention, PreNormLM, RecurrentConfig
 from models.layers.grouped_moe import Gate, Routing, read_routing
-from models.layers.layer_types import FULL, LINEAR, renamed_types
+from models.layers.layer_types import FULL, LINEAR, agreed_types, renamed_types
 from models.layers.linear import Linear
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_heads_mamba2
 from models.layers.mlp import SquaredReluMLP
@@ -99,12 +99,11 @@ def read_config(config: ConfigReader) -> NemotronHConfig:
 
 def _read_types(config: ConfigReader) -> tuple[str, ...]:
     """Return the type of each layer. transformers writes a list, NVIDIA's files a text with a letter for each layer."""
-    pattern, types = config.raw("hybrid_override_pattern"), config.raw("layers_block_type")
-    if types is None and isinstance(pattern, str):
-        types = [PATTERN.get(letter, letter) for letter in pattern]
+    pattern, types = config.get("hybrid_override_pattern", str, ""), renamed_types(config.raw("layers_block_type"))
+    of_pattern = [PATTERN.get(letter, letter) for letter in pattern] or None
+    types = agreed_types(config, "layers_block_type", types, "hybrid_override_pattern", of_pattern)
     if not isinstance(types, list) or not types:
         raise UserError(f"config.json: layers_block_type={types!r} is not a list of layer types")
-    types = renamed_types(types)
     if unknown := [kind for kind in types if kind not in PATTERN.values()]:
         supported = ", ".join(map(repr, PATTERN.values()))
         raise UserError(f"config.json: a layer is {unknown[0]!r}, which is not supported: only {supported}")

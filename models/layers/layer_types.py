@@ -30,6 +30,14 @@ def renamed_types(types: Any) -> Any:
     return [HUB_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
 
 
+def agreed_types(config: ConfigReader, key: str, types: Any, other_key: str, other_types: Any) -> Any:
+    """Return the layer types that one or both keys state. Raises UserError if they contradict each other."""
+    if types is not None and other_types is not None and types != other_types:
+        value = config.raw(other_key)
+        raise UserError(f"config.json: {other_key}={value!r} contradicts {key}: leave one of them out")
+    return other_types if types is None else types
+
+
 def types_of_indices(key: str, indices: Any, recurrent: str, num_layers: int) -> list[str]:
     """Return the layer types in which the layers of these numbers are attention. `key`: their key in config.json.
 

@@ -164,6 +164,10 @@ HYBRID = {
         refused=[
             *[({**changes, "layer_types": [MAMBA, ATTENTION] * 2}, error) for changes, error in REFUSED_MAMBA2],
             ({"layer_types": [MAMBA, "conv"] * 2}, "layer_types has 'conv', which is not supported"),
+            (
+                {"layer_types": [LINEAR, FULL] * 2, "layers_block_type": [MAMBA] * 4},
+                r"layers_block_type=\['mamba', .*'\] contradicts layer_types: leave one of them out",
+            ),
             ({}, "layer_types=None is not a list of num_hidden_layers=4 types"),
             (
                 {"layer_types": [MAMBA, ATTENTION] * 2, "num_local_experts": 2, "num_experts_per_tok": 3},
@@ -269,13 +273,20 @@ HYBRID = {
                 {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4, "rms_norm_eps": 1e-5},
                 {"is_recurrent": (True, False, False, True), "layer_kinds": (LINEAR, "mlp", FULL, LINEAR)},
             ),
-            ({"layers_block_type": ["mamba", "attention"]}, {"is_recurrent": (True, False), "mixtures": None}),
+            (
+                {"layers_block_type": ["mamba", "attention"], "hybrid_override_pattern": "M*"},
+                {"is_recurrent": (True, False), "mixtures": None},
+            ),
         ],
         refused=[
             ({"layers_block_type": [LINEAR, FULL], "num_key_value_heads": 3}, THREE_KEYS[1]),
             ({"layers_block_type": [LINEAR, FULL], "mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
             ({"layers_block_type": [LINEAR, FULL], "n_groups": 3}, "mamba_num_heads=8 is not a multiple of n_groups=3"),
             ({"layers_block_type": [LINEAR, FULL], "conv_kernel": 1}, "conv_kernel=1 keeps no earlier token"),
+            (
+                {"hybrid_override_pattern": "M-", "layers_block_type": [MAMBA, ATTENTION]},
+                "hybrid_override_pattern='M-' contradicts layers_block_type: leave one of them out",
+            ),
             ({"hybrid_override_pattern": "M*X"}, "a layer is 'X', which is not supported: only 'linear_attention'"),
             ({"hybrid_override_pattern": "M*", "num_hidden_layers": 3}, "num_hidden_layers=3 contradicts its 2 layer"),
             ({}, "layers_block_type=None is not a list of layer types"),
