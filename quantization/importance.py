@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.gguf.imatrix import read_imatrix
-from models.formats.gguf.names import LAYOUTS
+from models.formats.gguf.names import LAYOUTS, layout_of
 from models.layers.linear import tied_embedding
 from models.linear_layers import linear_specs
 
@@ -40,7 +40,7 @@ def find_entry_rows(model: CausalLM, model_type: str) -> dict[str, EntryRow]:
     tied = {model.layout.head: model.layout.embedding} if tied_embedding(model.head) is not None else {}
     rows, num_rows = dict[str, EntryRow](), Counter[str]()
     for layer in linear_specs(model):
-        name = LAYOUTS[model_type].llama_cpp_name(f"{tied.get(layer, layer)}.weight")
+        name = layout_of(model_type, model.config).llama_cpp_name(f"{tied.get(layer, layer)}.weight")
         rows[layer] = EntryRow(name, num_rows[name])
         num_rows[name] += 1
     return rows
@@ -63,5 +63,5 @@ def _names_of_floats(model: CausalLM, model_type: str) -> frozenset[str]:
     names = set[str]()
     for layer in linear_specs(model, quantizable=False):
         with suppress(StopIteration):  # GGUF files have no MTP layer
-            names.add(LAYOUTS[model_type].llama_cpp_name(f"{layer}.weight"))
+            names.add(layout_of(model_type, model.config).llama_cpp_name(f"{layer}.weight"))
     return frozenset(names)

@@ -8,7 +8,7 @@ from conf.quantization import MIXTURES, QuantConfig
 from models.causal_lm import CausalLM
 from models.formats.gguf.config_writer import WRITERS
 from models.formats.gguf.file_types import tensor_types
-from models.formats.gguf.names import LAYOUTS
+from models.formats.gguf.names import layout_of
 from models.linear_layers import linear_specs
 
 OVERRIDES = {"Q4_0": "int4/32", "F16": "none"}  # by ggml type; other types have their own names in lower case
@@ -28,7 +28,7 @@ def resolve_mixture(config: QuantConfig, model: CausalLM, model_type: str) -> Qu
             f"quant={name} is llama.cpp's choice by tensor, which has no model_type={model_type!r}: give quant={most.name}"
         )
     specs = linear_specs(model)
-    targets = {layer: LAYOUTS[model_type].llama_cpp_name(f"{layer}.weight") for layer in specs}
+    targets = {layer: layout_of(model_type, model.config).llama_cpp_name(f"{layer}.weight") for layer in specs}
     num_layers = Counter(targets.values())  # experts of a layer share a tensor
     shapes: dict[str, tuple[int, ...]] = {}
     for layer, target in targets.items():

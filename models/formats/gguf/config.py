@@ -381,6 +381,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "bloom": _bloom,
     "lfm2": lfm2,
     "lfm2moe": lfm2_moe,
+    "qwen3next": qwen35_moe,
     "qwen35": qwen35,
     "qwen35moe": qwen35_moe,
     "granite": granite,

@@ -1,6 +1,6 @@
 """Write a model's config as GGUF metadata, with the keys of llama.cpp's converter. The inverse of config.py.
 
-The keys of decoders with Llama's layers are in decoder_keys.py.
+The keys of decoders with Llama's layers are in decoder_keys.py, of models with recurrent layers in recurrent_keys.py.
 """
 
 import logging
@@ -16,10 +16,7 @@ from models.families.chatglm import ChatGLMConfig
 from models.families.chatglm2 import ChatGLM2Config
 from models.families.deepseek_config import DeepseekConfig
 from models.families.gpt2 import GPT2Config
-from models.families.lfm2 import Lfm2Config
-from models.families.lfm2_moe import Lfm2MoeConfig
 from models.families.qwen import QwenConfig
-from models.families.qwen3_next_config import HybridConfig, HybridMoeConfig
 from models.formats.gguf.decoder_keys import (
     add_decoder,
     add_gemma2,
@@ -33,11 +30,20 @@ from models.formats.gguf.decoder_keys import (
     add_sizes,
     unsupported,
 )
+from models.formats.gguf.recurrent_keys import (
+    add_granite,
+    add_granite_hybrid,
+    add_lfm2,
+    add_lfm2_moe,
+    add_mamba2,
+    add_nemotron_h,
+    add_qwen3_next,
+    add_qwen35,
+    add_qwen35_moe,
+    recurrent_architecture,
+)
 
 log = logging.getLogger(__name__)
-
-TEXT_SECTIONS = [11, 11, 10, 0]
-"""The sections of Qwen3.5's rotary embedding. llama.cpp requires the key. They have no effect on text."""
 
 
 def architecture_of(model_type: str, config: Any) -> str:
@@ -46,7 +52,7 @@ def architecture_of(model_type: str, config: Any) -> str:
         raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
     if isinstance(config, ChatGLMConfig):
         raise unsupported("ChatGLM-6B")
-    return WRITERS[model_type][0]
+    return recurrent_architecture(config) or WRITERS[model_type][0]
 
 
 def add_config(writer: GGUFWriter, model_type: str, config: Any) -> None:
@@ -118,24 +124,6 @@ def _add_deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
         writer.add_expert_group_used_count(routing.topk_group)
 
 
-def _add_lfm2(writer: GGUFWriter, c: Lfm2Config) -> None:
-    if c.conv_bias:
-        raise unsupported("an LFM2 with conv_bias=true")
-    add_decoder(writer, c)
-    writer.add_shortconv_l_cache(c.num_taps)
-
-
-def _add_lfm2_moe(writer: GGUFWriter, c: Lfm2MoeConfig) -> None:
-    if not c.norm_topk_prob or c.routed_scaling_factor != 1:
-        raise unsupported("an LFM2-MoE with norm_topk_prob=false or routed_scaling_factor other than 1")
-    _add_lfm2(writer, c)
-    writer.add_expert_count(c.num_experts)
-    writer.add_expert_used_count(c.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
-    writer.add_leading_dense_block_count(c.num_dense_layers)
-    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-
-
 def _add_gpt2(writer: GGUFWriter, c: GPT2Config) -> None:
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx or c.activation_function != "gelu_new":
         raise unsupported("a GPT-2 with another attention scale, or an activation other than gelu_new")
@@ -161,30 +149,6 @@ def _add_without_rotary(
     writer.add_layer_norm_eps(c.layer_norm_epsilon)
 
 
-def _add_qwen35(writer: GGUFWriter, c: HybridConfig) -> None:
-    """Write the keys of Qwen3.5. llama.cpp derives the attention layers from an interval."""
-    interval = 1 + c.recurrent_layers.index(False)
-    if any(is_recurrent != bool(i % interval) for i, is_recurrent in enumerate(c.recurrent_layers, 1)):
-        raise unsupported("layer_types without full_attention in every n-th layer")
-    heads = c.heads
-    add_decoder(writer, c)
-    writer.add_rope_dimension_sections(TEXT_SECTIONS)
-    writer.add_ssm_conv_kernel(c.num_taps)
-    writer.add_ssm_state_size(heads.key_channels)
-    writer.add_ssm_group_count(heads.num_key_heads)
-    writer.add_ssm_time_step_rank(heads.num_value_heads)
-    writer.add_ssm_inner_size(heads.value_size)
-    writer.add_full_attention_interval(interval)
-
-
-def _add_qwen35_moe(writer: GGUFWriter, c: HybridMoeConfig) -> None:
-    _add_qwen35(writer, c)
-    writer.add_expert_count(c.mixture.num_experts)
-    writer.add_expert_used_count(c.mixture.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(c.mixture.moe_intermediate_size)
-    writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
-
-
 WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "llama": ("llama", add_llama),
     "mistral": ("llama", add_llama),
@@ -193,8 +157,13 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "qwen2": ("qwen2", add_qwen2),
     "qwen3": ("qwen3", add_qwen2),
     "qwen3_moe": ("qwen3moe", add_qwen3_moe),
-    "qwen3_5_text": ("qwen35", _add_qwen35),
-    "qwen3_5_moe_text": ("qwen35moe", _add_qwen35_moe),
+    "qwen3_next": ("qwen3next", add_qwen3_next),
+    "qwen3_5_text": ("qwen35", add_qwen35),
+    "qwen3_5_moe_text": ("qwen35moe", add_qwen35_moe),
+    "granite": ("granite", add_granite),
+    "granitemoehybrid": ("granitehybrid", add_granite_hybrid),
+    "mamba2": ("mamba2", add_mamba2),
+    "nemotron_h": ("nemotron_h", add_nemotron_h),
     "gemma2": ("gemma2", add_gemma2),
     "gemma3_text": ("gemma3", add_gemma3),
     "phi3": ("phi3", add_phi3),
@@ -205,7 +174,7 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "deepseek_v3": ("deepseek2", _add_deepseek),
     "gpt2": ("gpt2", _add_gpt2),
     "bloom": ("bloom", _add_bloom),
-    "lfm2": ("lfm2", _add_lfm2),
-    "lfm2_moe": ("lfm2moe", _add_lfm2_moe),
+    "lfm2": ("lfm2", add_lfm2),
+    "lfm2_moe": ("lfm2moe", add_lfm2_moe),
 }
 """llama.cpp's architecture, and the function that writes its keys, by model_type."""

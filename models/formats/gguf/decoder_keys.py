@@ -1,13 +1,18 @@
 """Write the config of decoders with Llama's layers as GGUF metadata, with the keys of llama.cpp's converter."""
 
+from typing import Any
+
+import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
+from numpy.typing import NDArray
 
 from conf.errors import UserError
 from models.decoder import DecoderConfig
 from models.families.deepseek_config import DeepseekConfig
 from models.families.gemma2 import Gemma2Config
 from models.families.gemma3 import Gemma3Config
+from models.families.granite_hybrid import GraniteHybridConfig
 from models.families.lfm2 import Lfm2Config
 from models.families.mixtral import MixtralConfig
 from models.families.phi3 import Phi3Config
@@ -15,7 +20,8 @@ from models.families.qwen2 import Qwen2Config
 from models.families.qwen3 import Qwen3Config
 from models.families.qwen3_moe import Qwen3MoeConfig
 from models.formats.gguf.config import GEMMA_SCALED_BY_HIDDEN_SIZE, YARN_LOG
-from models.layers.rotary import RotaryConfig, yarn_mscale
+from models.formats.gguf.names import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
 
 GEMMA_FULL_EVERY = {"gemma2": 2, "gemma3": 6}
 """By architecture: every second or sixth layer has full attention."""
@@ -45,7 +51,7 @@ def add_sizes(writer: GGUFWriter, c: DecoderConfig | Phi3Config | DeepseekConfig
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     by_layer = [0 if is_recurrent else num_key_heads for is_recurrent in c.recurrent_layers]
-    writer.add_head_count_kv(by_layer if isinstance(c, Lfm2Config) else num_key_heads)
+    writer.add_head_count_kv(by_layer if isinstance(c, (Lfm2Config, GraniteHybridConfig)) else num_key_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
 
 
@@ -136,3 +142,13 @@ def add_phi3(writer: GGUFWriter, c: Phi3Config) -> None:
     writer.add_sliding_window(c.sliding_window or 0)
     if {*c.rotary.short_factor, *c.rotary.long_factor} != {1.0}:
         writer.add_rope_scaling_attn_factors(c.rotary.attention_factor)
+
+
+def rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
+    """Return the tensors with divisors of the rotary frequencies, by name."""
+    if isinstance(shape, Phi3Config):
+        factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
+        is_scaled = {1.0} != {factor for values in factors.values() for factor in values}
+        return {name: np.array(values, np.float32) for name, values in factors.items() if is_scaled}
+    rotary = getattr(shape, "rotary", None)
+    return {} if rotary is None or rotary.type != "llama3" else {ROTARY_FACTORS: llama3_factors(rotary).numpy()}

@@ -6,6 +6,7 @@ Names are from gguf's constants.py. This module and reader.py undo the changes o
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -35,6 +36,8 @@ class TensorLayout:
     """Suffixes of the names of vectors that are matrices in the file."""
     stacked: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     """Modules whose rows are in several tensors of the file, by llama.cpp's names of these in order."""
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose rows alternate in one tensor of the file, for each key head, by llama.cpp's name of it."""
     norm_offset: float = 0.0
     """Offset of the file's norm weights over Hugging Face's; Hugging Face's model adds the offset itself."""
     plain_norms: tuple[str, ...] = ()
@@ -65,11 +68,21 @@ class TensorLayout:
             return None
         return [self._expert_name(match[1], i, self.in_expert[match[2]]) for i in range(count)]
 
-    def llama_cpp_name(self, name: str) -> str:
-        """Return llama.cpp's name of a parameter.
+    def llama_cpp_names(self, name: str) -> list[str]:
+        """Return llama.cpp's names of the tensors that hold a parameter: several for a `stacked` module.
 
         The experts of a layer share one name, because they are one tensor.
         """
+        module, _, leaf = name.rpartition(".")
+        layer, _, path = module.removeprefix(f"{self.layers}.").partition(".")
+        parts = next((parts for parts, stacked in self.stacked.items() if stacked == path), None)
+        return [self._single_name(name)] if parts is None else [f"blk.{layer}.{part}.{leaf}" for part in parts]
+
+    def llama_cpp_name(self, name: str) -> str:
+        """Return the first of `llama_cpp_names`."""
+        return self.llama_cpp_names(name)[0]
+
+    def _single_name(self, name: str) -> str:
         module, _, leaf = name.rpartition(".")
         match = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.(.+)", module)
         if match is None:
@@ -267,7 +280,14 @@ QWEN35 = TensorLayout(
     depthwise=("conv1d",),
     norm_offset=1.0,
     plain_norms=("linear_attn.norm.weight",),
+    divided={"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
 )
+QWEN3_NEXT = replace(
+    QWEN35,
+    in_layer={**QWEN35.in_layer, "ssm_ba": "linear_attn.in_proj_ba"},
+    stacked={("attn_qkv", "attn_gate"): "linear_attn.in_proj_qkvz"},
+)
+"""For writing. Its files are read as Qwen3.5-MoE's, whose projections are separate."""
 SSM = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
@@ -306,6 +326,12 @@ FALCON_H1 = TensorLayout(
     depthwise=("conv1d",),
     flat=(".A_log", ".D", "mamba.norm.weight"),
 )
+GRANITE_MIXTURE = replace(
+    GRANITE_HYBRID,
+    in_layer={name: module for name, module in GRANITE_HYBRID.in_layer.items() if name != "ffn_down"},
+    stacked={("ffn_gate_shexp", "ffn_up_shexp"): "shared_mlp.input_linear"},
+)
+"""For writing."""
 BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 MAMBA2 = TensorLayout(
     BACKBONE,
@@ -340,6 +366,7 @@ LAYOUTS = {
     "qwen2": LLAMA,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3,
+    "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35,
     "granite": LLAMA,
@@ -361,3 +388,9 @@ LAYOUTS = {
     "lfm2_moe": LFM2,
 }
 """By model_type."""
+
+
+def layout_of(model_type: str, config: Any) -> TensorLayout:
+    """Return the layout of the file that is written for a model with this config."""
+    is_mixture = model_type == "granitemoehybrid" and config.num_experts > 0
+    return GRANITE_MIXTURE if is_mixture else LAYOUTS[model_type]

@@ -28,33 +28,36 @@ class RowOrder:
         return torch.cat((tensor[: self.first], self.permute(tensor[self.first :])))
 
 
-def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
+ROTARY_PAIRS = ("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""The architectures in whose q and k the channels of a rotary pair are adjacent."""
+
+
+def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
     """Return the orders of permuted parameters, by the last component of the module name.
 
     `config`: from read_gguf_config.
     """
-    model_type = config.require("model_type", str)
-    if model_type == "bloom":
+    if architecture == "bloom":
         heads = config.count("n_head")
         return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
-    if model_type in ("llama", "mistral", "mixtral", "granite", "granitemoehybrid", "nemotron_h"):
+    if architecture in ROTARY_PAIRS:
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         return {
             name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))
             for name, key in counts.items()
         }
-    numbers = _value_heads(config)
+    numbers = _value_heads(config, architecture)
     return {} if numbers is None else value_row_orders(*numbers)
 
 
-def column_orders(config: ConfigReader) -> dict[str, RowOrder]:
+def column_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
     """Return the orders of the columns of permuted weights, as `row_orders` does."""
-    return {} if (heads := _value_heads(config)) is None else value_column_orders(*heads[:2])
+    return {} if (heads := _value_heads(config, architecture)) is None else value_column_orders(*heads[:2])
 
 
-def _value_heads(config: ConfigReader) -> tuple[int, int, int] | None:
+def _value_heads(config: ConfigReader, architecture: str) -> tuple[int, int, int] | None:
     """Return the arguments of `value_row_orders` for a file. None: its architecture permutes no value heads."""
-    if config.require("model_type", str) not in ("qwen3_5_text", "qwen3_5_moe_text"):
+    if architecture not in ("qwen35", "qwen35moe"):
         return None
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
     return None if values % keys else (values // keys, keys, 2 * keys * config.count("linear_key_head_dim"))

@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from conf.errors import UserError
-from models.families.qwen3_next_config import HybridConfig
 from models.formats.base import WeightFile
 from models.formats.gguf.imatrix import ImportanceMatrix
-from models.formats.gguf.names import TensorLayout
-from models.formats.gguf.orders import value_column_orders, value_row_orders
 from models.formats.gguf.quantize import quantize_rows
 from models.formats.gguf.tensors import STORED
-from models.formats.rotary_rows import interleave_rows
-from models.layers.gated_delta import DeltaHeads
 
 log = logging.getLogger(__name__)
 
@@ -83,44 +76,3 @@ def add_importance(tensors: dict[str, OutputTensor], imatrix: ImportanceMatrix |
     if missing := [name for name in quantized if name not in entries]:
         what = "%d of %d tensors are quantised without importance, because %s has no entry for them (%s)"
         log.warning(what, len(missing), len(quantized), imatrix.path, missing[0])
-
-
-def converter_change(
-    name: str, architecture: str, layout: TensorLayout, shape: Any
-) -> Callable[[Tensor], Tensor] | None:
-    """Return llama.cpp's change of a parameter, or None: the inverse of reader.py's."""
-    *_, module, leaf = name.split(".")
-    if architecture == "llama" and module in ("q_proj", "k_proj"):
-        heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
-        return partial(interleave_rows, heads=heads)
-    if architecture == "bloom" and module == "query_key_value":
-        return partial(group_by_part, heads=shape.num_attention_heads)
-    if layout.norm_offset and module.endswith("norm") and not name.endswith(layout.plain_norms):
-        return lambda tensor: tensor.float() + layout.norm_offset
-    if isinstance(shape, HybridConfig):
-        return _delta_change(module, leaf, shape.heads)
-    if leaf == "weight" and module in layout.depthwise:
-        return lambda tensor: tensor.squeeze(1)
-    return Tensor.t if leaf == "weight" and module in layout.transposed else None
-
-
-def _delta_change(module: str, leaf: str, heads: DeltaHeads) -> Callable[[Tensor], Tensor] | None:
-    """Return llama.cpp's change of a parameter of Gated DeltaNet, or None."""
-    rows = value_row_orders(heads.num_key_heads, heads.group, 2 * heads.key_size).get(module)
-    columns = value_column_orders(heads.num_key_heads, heads.group).get(module)
-    if columns is not None:
-        return lambda tensor: columns.restore(tensor.T).T.contiguous()
-    if rows is None:
-        return None
-    if leaf == "A_log":
-        return lambda tensor: -rows.restore(tensor).exp()
-    return lambda tensor: rows.restore(tensor.squeeze(1) if module == "conv1d" else tensor)
-
-
-def group_by_part(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with all queries first, then keys, then values.
-
-    `tensor`: [heads * 3 * D, ...] grouped by head.
-    """
-    ordered: Tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    return ordered

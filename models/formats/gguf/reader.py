@@ -17,14 +17,17 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import Checkpoint
 from models.formats.gguf.config import read_gguf_config
-from models.formats.gguf.halves import find_halves
+from models.formats.gguf.halves import Halves, find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
+from models.formats.gguf.shares import Share, find_shares
 from models.formats.gguf.stacked import Stacked, find_stacked
 from models.formats.gguf.tensors import STORED, read_bytes, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
 
+ROUNDING = 2**-22
+"""The largest error of A_log from rounding its exponential to float32, by up to two steps."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -56,10 +59,13 @@ class GGUFWeights:
         """`config`: from read_gguf_config. Raises UserError if two tensors have the same Hugging Face name."""
         self.path = headers[0].path
         self._layout = LAYOUTS[config.require("model_type", str)]
-        self._row_orders, self._column_orders = row_orders(config), column_orders(config)
+        architecture = headers[0].section("general").require("architecture", str)
+        self._row_orders = row_orders(config, architecture)
+        self._column_orders = column_orders(config, architecture)
         self._sources: dict[str, TensorInfo] = {}
         tensors = all_tensors(headers)
-        self._halves, self._stacked = find_halves(tensors), find_stacked(self._layout, tensors)
+        self._halves: dict[str, Halves | Share] = {**find_halves(tensors), **find_shares(self._layout, tensors, config)}
+        self._stacked = find_stacked(self._layout, tensors)
         num_layers = config.get("num_hidden_layers", int, len(tensors))
         part_names = {name for matrix in (self._halves | self._stacked).values() for name in matrix.names}
         for name, tensor in tensors.items():
@@ -106,7 +112,7 @@ class GGUFWeights:
             if self._layout.norm_offset and module.endswith("norm") and not name.endswith(self._layout.plain_norms):
                 tensor = tensor - self._layout.norm_offset
             if name.endswith(".A_log"):  # the file has -exp(A_log)
-                tensor = (-tensor).log()
+                tensor = _decay_log(tensor)
             if order := self._row_orders.get(module):
                 if not order.fits(tensor.shape[0]):
                     wanted = f"{f'{order.first} and ' if order.first else ''}a multiple of {order.multiple}"
@@ -158,6 +164,17 @@ def _stacked_shape(name: str, matrix: Stacked) -> tuple[int, int]:
     if not name.endswith(".blocks"):
         return matrix.shape
     return matrix.shape[0], matrix.parts[0].num_bytes // matrix.parts[0].shape[0]
+
+
+def _decay_log(stored: Tensor) -> Tensor:
+    """Return A_log, where the file has -exp(A_log).
+
+    Its exponential is rounded, so that neighbours of A_log have the same one. Most models store A_log in bfloat16, and
+    the number of this type is chosen: it is the only one near.
+    """
+    exact = (-stored).double().log()
+    stored_in_half = exact.bfloat16()
+    return torch.where((stored_in_half - exact).abs() <= ROUNDING, stored_in_half, exact).float()
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:

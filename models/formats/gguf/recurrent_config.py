@@ -6,6 +6,7 @@ from conf.errors import UserError
 from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
+from models.layers.layer_types import FULL, LINEAR
 
 KEY_HEADS = "attention.head_count_kv"
 """A number, or in most files an array with a number for each layer: 0 for a recurrent layer."""
@@ -100,6 +101,7 @@ def qwen35_moe(file: GGUFMetadata) -> dict[str, Any]:
 def granite(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of Granite 3, and of Granite 4 without recurrent layers."""
     shape = rotary_decoder(file)
+    file.read.expect("rope.scaling.finetuned", (True, None), True)  # else nothing is rotated
     for key in OF_HYBRIDS:
         file.read.raw(key)
     if f"granite.{KEY_HEADS}" in file.header.arrays:
@@ -125,14 +127,14 @@ def _multipliers(file: GGUFMetadata) -> dict[str, float]:
 
 
 def granite_hybrid(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of Granite 4 with recurrent layers."""
-    read, shape = file.read, decoder_shape(file)
+    """Return the keys of Granite 4 with recurrent layers. llama.cpp rotates if the key of the switch is absent."""
+    has_rotary = file.read.get("rope.scaling.finetuned", bool, True)
+    read, shape = file.read, (rotary_decoder if has_rotary else decoder_shape)(file)
     num_key_heads, has_keys = _key_heads(file, "granitehybrid", shape["num_hidden_layers"])
     inner_size, hidden_size = read.count("ssm.inner_size"), shape["hidden_size"]
     for key, size in (("embedding_length", hidden_size), ("ssm.time_step_rank", read.count("ssm.time_step_rank"))):
         if inner_size % size:
             raise UserError(f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of {key}={size}")
-    read.expect("rope.scaling.finetuned", (False, None), None)  # Bamba's layers rotate
     read.raw("rope.dimension_count")
     names = file.tensors
     return (
@@ -142,7 +144,7 @@ def granite_hybrid(file: GGUFMetadata) -> dict[str, Any]:
             "model_type": "granitemoehybrid",
             "num_key_value_heads": num_key_heads,
             "layer_types": ["attention" if has_key else "mamba" for has_key in has_keys],
-            "position_embedding_type": "nope",
+            "position_embedding_type": "rope" if has_rotary else "nope",
             "attention_bias": any(name.endswith("attn_q.bias") for name in names),
             "shared_intermediate_size": read.count("expert_shared_feed_forward_length", shape["intermediate_size"]),
             "num_local_experts": read.get("expert_count", int, 0),
@@ -181,7 +183,7 @@ def falcon_h1(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-LAYER_TYPES = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_up": "mlp", "ffn_up_exps": "moe"}
+LAYER_TYPES = {"ssm_in": LINEAR, "attn_q": FULL, "ffn_up": "mlp", "ffn_up_exps": "moe"}
 """Nemotron-H's layer types by a tensor that only layers of this type have."""
 NEMOTRON_ARRAYS = ("feed_forward_length", KEY_HEADS)
 
@@ -197,21 +199,23 @@ def nemotron_h(file: GGUFMetadata) -> dict[str, Any]:
         raise UserError(
             f"{file.header.path}: layer {types.index(None)} has none of the tensors {', '.join(LAYER_TYPES)}"
         )
-    architecture = file.header.section("general").raw("architecture")
-    key_heads = file.header.numbers(f"{architecture}.{KEY_HEADS}", "i", num_layers)
+    num_key_heads = _check_nemotron_layers(file, types)
     dense = types.index("mlp") if "mlp" in types else None
-    eps = "attention.layer_norm_epsilon" if read.raw(RMS_EPS) is None else RMS_EPS
-    for key in ("rope.scaling.finetuned", "rope.dimension_count", "rope.freq_base"):
-        read.raw(key)  # nothing is rotated
+    other_eps = "attention.layer_norm_epsilon"
+    eps = read.positive(other_eps if read.raw(RMS_EPS) is None else RMS_EPS)
+    for key in ("rope.scaling.finetuned", "rope.dimension_count", "rope.freq_base", other_eps):
+        read.raw(key)  # nothing is rotated, and all norms are RMSNorm
+    head_dim = read.count("attention.key_length")
+    read.expect("attention.value_length", (head_dim,), head_dim)
     values = {
         "model_type": "nemotron_h",
         "hidden_size": read.count("embedding_length"),
         "intermediate_size": 1 if dense is None else file.tensors[f"blk.{dense}.ffn_up.weight"].shape[0],
         "layers_block_type": types,
         "num_attention_heads": read.count("attention.head_count"),
-        "num_key_value_heads": max(key_heads) or read.count("attention.head_count"),
-        "head_dim": read.count("attention.key_length"),
-        "layer_norm_epsilon": read.positive(eps),
+        "num_key_value_heads": num_key_heads or read.count("attention.head_count"),
+        "head_dim": head_dim,
+        "layer_norm_epsilon": eps,
         "max_position_embeddings": read.count("context_length"),
         "mlp_bias": any(name.endswith("ffn_up.bias") for name in file.tensors),
         "use_bias": any(name.endswith("ssm_in.bias") for name in file.tensors),
@@ -223,6 +227,25 @@ def nemotron_h(file: GGUFMetadata) -> dict[str, Any]:
         "conv_kernel": read.count("ssm.conv_kernel"),
     }
     return values | (_nemotron_experts(file) if "moe" in types else {})
+
+
+def _check_nemotron_layers(file: GGUFMetadata, types: list[str]) -> int:
+    """Return the number of key heads; 0 if no layer has attention.
+
+    Raises UserError if the arrays of the layers' key heads and inner sizes contradict the tensors.
+    """
+    architecture = file.header.section("general").raw("architecture")
+    inner_sizes, key_heads = (file.header.numbers(f"{architecture}.{key}", "i", len(types)) for key in NEMOTRON_ARRAYS)
+    num_key_heads: int = max(key_heads)
+    for i, (kind, inner_size, heads) in enumerate(zip(types, inner_sizes, key_heads, strict=True)):
+        name = f"blk.{i}.{next(tensor for tensor, of in LAYER_TYPES.items() if of == kind)}.weight"
+        rows = file.tensors[name].shape[-2] if kind in ("mlp", "moe") else 0
+        numbers = {"feed_forward_length": (inner_size, rows), KEY_HEADS: (heads, num_key_heads * (kind == FULL))}
+        for key, (number, expected) in numbers.items():
+            if number != expected and (number or key == KEY_HEADS):  # transformers' configs lack dense layers' sizes
+                problem = f"{file.header.path}: {architecture}.{key}={number} of layer {i} contradicts {name!r}"
+                raise UserError(f"{problem}: expected {expected}: convert the model again")
+    return num_key_heads
 
 
 def _nemotron_experts(file: GGUFMetadata) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
@@ -15,17 +14,17 @@ from gguf.constants import GGML_QUANT_VERSION
 from numpy.typing import NDArray
 
 from conf.errors import UserError
-from models.families.phi3 import Phi3Config
 from models.formats.base import Checkpoint
+from models.formats.gguf.changes import converter_change
 from models.formats.gguf.config import END_TOKENS
 from models.formats.gguf.config_writer import add_config, architecture_of
+from models.formats.gguf.decoder_keys import rotary_factors
 from models.formats.gguf.file_types import FILE_TYPES, tensor_types
 from models.formats.gguf.imatrix import ImportanceMatrix
-from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
-from models.formats.gguf.output_tensor import OutputTensor, add_importance, converter_change
+from models.formats.gguf.names import layout_of
+from models.formats.gguf.output_tensor import OutputTensor, add_importance
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.vocabulary import gguf_vocabulary
-from models.layers.rotary import llama3_factors
 from models.meta_model import open_model
 from models.registry import find_architecture
 from models.weights import match_tensors
@@ -57,12 +56,13 @@ def write_gguf(
     names = match_tensors(model, files, family.ignored_tensors)
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
     tensors: dict[str, OutputTensor] = {}
+    layout = layout_of(model_type, shape)
     for name, parameter in model.named_parameters():
-        target = LAYOUTS[model_type].llama_cpp_name(name)
-        if target not in tensors:
-            change = converter_change(name, architecture, LAYOUTS[model_type], shape)
-            tensors[target] = OutputTensor(target, tuple(parameter.shape), change)
-        tensors[target].sources.append(sources[name])
+        for part, target in enumerate(layout.llama_cpp_names(name)):
+            if target not in tensors:
+                change = converter_change(name, architecture, layout, shape, part)
+                tensors[target] = OutputTensor(target, tuple(parameter.shape), change)
+            tensors[target].sources.append(sources[name])
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     types = tensor_types(dtype, shapes, architecture, imatrix is not None)
     for name, tensor in tensors.items():
@@ -76,7 +76,7 @@ def write_gguf(
         add_config(writer, model_type, shape)
         _add_origin(writer, imatrix)
         _add_tokenizer(writer, checkpoint, shape.vocab_size)
-        _write_tensors(writer, list(tensors.values()), _rotary_factors(shape), on_bytes)
+        _write_tensors(writer, list(tensors.values()), rotary_factors(shape), on_bytes)
         writer.close()
         os.replace(unfinished, file)
     finally:
@@ -93,15 +93,6 @@ def _add_origin(writer: GGUFWriter, imatrix: ImportanceMatrix | None) -> None:
         writer.add_string("quantize.imatrix.dataset", dataset)
     writer.add_uint32("quantize.imatrix.entries_count", len(imatrix.entries))
     writer.add_uint32("quantize.imatrix.chunks_count", imatrix.num_chunks)
-
-
-def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
-    if isinstance(shape, Phi3Config):
-        factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
-        is_scaled = {1.0} != {factor for values in factors.values() for factor in values}
-        return {name: np.array(values, np.float32) for name, values in factors.items() if is_scaled}
-    rotary = getattr(shape, "rotary", None)
-    return {} if rotary is None or rotary.type != "llama3" else {ROTARY_FACTORS: llama3_factors(rotary).numpy()}
 
 
 def _write_tensors(
