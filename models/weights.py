@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.formats.base import WeightFile
+from models.formats.base import CodedWeights, WeightFile
 from models.heads import NoHead
 from models.layers.matrix_layer import MatrixLayer
 from models.linear_layers import checkpoint_parts, matrix_layers, other_parameters
@@ -223,7 +223,10 @@ def _compare(
         ],
     }
     if texts := [f"{sort}: {_listed(names)}" for sort, names in faults.items() if names]:
-        raise UserError(f"{files[0].path.parent} does not hold the model that its config describes: {'; '.join(texts)}")
+        problem = f"does not hold the model that its config describes: {'; '.join(texts)}"
+        if isinstance(files[0], CodedWeights):  # of GGUF, whose file has the config too
+            raise UserError(f"{files[0].path} {problem}: convert the model again")
+        raise UserError(f"{files[0].path.parent} {problem}")
 
 
 def _listed(names: list[str]) -> str:

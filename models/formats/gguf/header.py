@@ -92,7 +92,13 @@ class GGUFHeader:
         Raises UserError for anything else.
         """
         values = self.arrays.get(key)
-        actual = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
+        actual = (
+            self.scalars.get(key, "none")
+            if values is None
+            else f"{len(values)} texts"
+            if isinstance(values, list)
+            else values.dtype.kind
+        )
         if not isinstance(values, np.ndarray) or values.dtype.kind.replace("u", "i") != kind:
             raise UserError(f"{self.path}: {key} must be an array of kind {kind!r}, found {actual}")
         if len(values) != count:

@@ -112,7 +112,7 @@ class GGUFWeights:
             if self._layout.norm_offset and module.endswith("norm") and not name.endswith(self._layout.plain_norms):
                 tensor = tensor - self._layout.norm_offset
             if name.endswith(".A_log"):  # the file has -exp(A_log)
-                tensor = _decay_log(tensor)
+                tensor = _decay_log(f"{self.path}: {name}", tensor)
             if order := self._row_orders.get(module):
                 if not order.fits(tensor.shape[0]):
                     wanted = f"{f'{order.first} and ' if order.first else ''}a multiple of {order.multiple}"
@@ -166,12 +166,14 @@ def _stacked_shape(name: str, matrix: Stacked) -> tuple[int, int]:
     return matrix.shape[0], matrix.parts[0].num_bytes // matrix.parts[0].shape[0]
 
 
-def _decay_log(stored: Tensor) -> Tensor:
-    """Return A_log, where the file has -exp(A_log).
+def _decay_log(name: str, stored: Tensor) -> Tensor:
+    """Return A_log, where the file has -exp(A_log). Raises UserError for a number above 0.
 
     Its exponential is rounded, so that neighbours of A_log have the same one. Most models store A_log in bfloat16, and
     the number of this type is chosen: it is the only one near.
     """
+    if (largest := stored.amax().item()) > 0:
+        raise UserError(f"{name} is -exp(A_log) in the file, but has {largest:g} above 0: convert the model again")
     exact = (-stored).double().log()
     stored_in_half = exact.bfloat16()
     return torch.where((stored_in_half - exact).abs() <= ROUNDING, stored_in_half, exact).float()

@@ -26,7 +26,21 @@ def _key_heads(file: GGUFMetadata, architecture: str, num_layers: int) -> tuple[
     if len(numbers) != 1 or min(counts) < 0:
         problem = f"{file.header.path}: {key}={counts} needs one number of key heads for all layers with attention"
         raise UserError(f"{problem}, and 0 for all other layers")
+    for i, count in enumerate(counts):
+        name = f"blk.{i}.attn_q.weight"
+        if (count > 0) != (name in file.tensors):
+            problem = f"{file.header.path}: {key}={count} of layer {i}, but the file has {'no ' * (count > 0)}{name!r}"
+            raise UserError(f"{problem}: convert the model again")
     return numbers.pop(), [count > 0 for count in counts]
+
+
+def _inner_size(file: GGUFMetadata, *multiple_of: str) -> int:
+    """Return the channels of a recurrent layer. Raises UserError unless they are a multiple of these keys."""
+    inner_size = file.read.count("ssm.inner_size")
+    for key in multiple_of:
+        if inner_size % (size := file.read.count(key)):
+            raise UserError(f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of {key}={size}")
+    return inner_size
 
 
 def lfm2(file: GGUFMetadata, architecture: str = "lfm2") -> dict[str, Any]:
@@ -65,11 +79,7 @@ def qwen35(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
     """Return the keys of Qwen3.5. The file's last layers may be for multi-token prediction, which is not loaded."""
     read, shape = file.read, decoder_shape(file, inner_size)
     channels, values = rotary_channels(file, shape["head_dim"]), read.count("ssm.time_step_rank")
-    inner_size = read.count("ssm.inner_size")
-    if inner_size % values:
-        raise UserError(
-            f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of ssm.time_step_rank={values}"
-        )
+    inner_size = _inner_size(file, "ssm.time_step_rank")
     shape["num_hidden_layers"] -= read.get("nextn_predict_layers", int, 0)
     return shape | {
         "model_type": "qwen3_5_text",
@@ -131,10 +141,7 @@ def granite_hybrid(file: GGUFMetadata) -> dict[str, Any]:
     has_rotary = file.read.get("rope.scaling.finetuned", bool, True)
     read, shape = file.read, (rotary_decoder if has_rotary else decoder_shape)(file)
     num_key_heads, has_keys = _key_heads(file, "granitehybrid", shape["num_hidden_layers"])
-    inner_size, hidden_size = read.count("ssm.inner_size"), shape["hidden_size"]
-    for key, size in (("embedding_length", hidden_size), ("ssm.time_step_rank", read.count("ssm.time_step_rank"))):
-        if inner_size % size:
-            raise UserError(f"{file.header.path}: ssm.inner_size={inner_size} is not a multiple of {key}={size}")
+    inner_size, hidden_size = _inner_size(file, "embedding_length", "ssm.time_step_rank"), shape["hidden_size"]
     read.raw("rope.dimension_count")
     names = file.tensors
     return (
@@ -197,7 +204,8 @@ def nemotron_h(file: GGUFMetadata) -> dict[str, Any]:
     ]
     if None in types:
         raise UserError(
-            f"{file.header.path}: layer {types.index(None)} has none of the tensors {', '.join(LAYER_TYPES)}"
+            f"{file.header.path}: layer {types.index(None)} has none of the tensors {', '.join(LAYER_TYPES)}: "
+            "convert the model again"
         )
     num_key_heads = _check_nemotron_layers(file, types)
     dense = types.index("mlp") if "mlp" in types else None
@@ -221,7 +229,7 @@ def nemotron_h(file: GGUFMetadata) -> dict[str, Any]:
         "use_bias": any(name.endswith("ssm_in.bias") for name in file.tensors),
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in file.tensors),
         "mamba_num_heads": read.count("ssm.time_step_rank"),
-        "mamba_head_dim": read.count("ssm.inner_size") // read.count("ssm.time_step_rank"),
+        "mamba_head_dim": _inner_size(file, "ssm.time_step_rank") // read.count("ssm.time_step_rank"),
         "ssm_state_size": read.count("ssm.state_size"),
         "n_groups": read.count("ssm.group_count"),
         "conv_kernel": read.count("ssm.conv_kernel"),
@@ -237,6 +245,10 @@ def _check_nemotron_layers(file: GGUFMetadata, types: list[str]) -> int:
     architecture = file.header.section("general").raw("architecture")
     inner_sizes, key_heads = (file.header.numbers(f"{architecture}.{key}", "i", len(types)) for key in NEMOTRON_ARRAYS)
     num_key_heads: int = max(key_heads)
+    if FULL in types and not num_key_heads:
+        i = types.index(FULL)
+        problem = f"{file.header.path}: {architecture}.{KEY_HEADS}=0 of layer {i} contradicts 'blk.{i}.attn_q.weight'"
+        raise UserError(f"{problem}: expected a number above 0: convert the model again")
     for i, (kind, inner_size, heads) in enumerate(zip(types, inner_sizes, key_heads, strict=True)):
         name = f"blk.{i}.{next(tensor for tensor, of in LAYER_TYPES.items() if of == kind)}.weight"
         rows = file.tensors[name].shape[-2] if kind in ("mlp", "moe") else 0
@@ -267,7 +279,8 @@ def _nemotron_experts(file: GGUFMetadata) -> dict[str, Any]:
 
 def mamba2(file: GGUFMetadata) -> dict[str, Any]:
     read, hidden_size = file.read, file.read.count("embedding_length")
-    inner_size, heads = read.count("ssm.inner_size"), read.count("ssm.time_step_rank")
+    inner_size = _inner_size(file, "embedding_length", "ssm.time_step_rank")
+    heads = read.count("ssm.time_step_rank")
     for key in ("context_length", "feed_forward_length", "attention.head_count"):
         read.raw(key)  # without effect
     return {

@@ -1,17 +1,25 @@
 """GGUF files with damaged headers, truncated files and changed bytes: each is refused in one line."""
 
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
+from models.formats import open_checkpoint
+from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
+from tests.helpers.family import FULL
 from tests.helpers.gguf_files import opened, pack, write_twin
+from tests.helpers.hybrid_families import HYBRID, LINEAR
 from tests.helpers.oracle import write_model
 
 U64, U32 = "<Q", "<I"
@@ -92,6 +100,97 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
         opened(tmp_path / "x.gguf")
 
 
+KEY_HEADS, INNER_SIZES = "attention.head_count_kv", "feed_forward_length"
+NOT_THE_MODEL = "does not hold the model that its config describes: "
+AGAIN = "convert the model again"
+DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
+    "granitemoehybrid": [
+        ("blk.0.ssm_a", None, f"{NOT_THE_MODEL}missing: model.layers.0.mamba.A_log: {AGAIN}"),
+        ("blk.0.ssm_a", np.negative, rf"mamba.A_log is -exp\(A_log\) in the file, but has .* above 0: {AGAIN}"),
+        ("blk.0.ssm_norm.weight", lambda x: x[:, 1:], r"norm.weight \[127\], expected \[128\]: " + AGAIN),
+        ("blk.0.ffn_gate.weight", None, "missing: .*shared_mlp.input_linear.weight; unexpected: blk.0.ffn_up.weight: "),
+        ("blk.2.attn_q.weight", None, f"{KEY_HEADS}=2 of layer 2, but the file has no 'blk.2.attn_q.weight': {AGAIN}"),
+        (KEY_HEADS, [0, 0, 2], f"{KEY_HEADS} has 3 values, expected 4"),
+        (KEY_HEADS, [0, 0, 0, 2], f"{KEY_HEADS}=0 of layer 2, but the file has 'blk.2.attn_q.weight': {AGAIN}"),
+        (KEY_HEADS, 2, f"{KEY_HEADS} must be an array of kind 'i', found 2"),
+        (KEY_HEADS, None, f"{KEY_HEADS} must be an array of kind 'i', found none"),
+        ("ssm.state_size", 8, r"mamba.in_proj.weight \[296, 64\], expected \[280, 64\] and 1 more: " + AGAIN),
+        ("ssm.group_count", 0, "granitehybrid: ssm.group_count=0 is not a number above 0"),
+        ("ssm.inner_size", 100, "ssm.inner_size=100 is not a multiple of embedding_length=64"),
+    ],
+    "nemotron_h": [
+        ("blk.1.ffn_up.weight", None, f"layer 1 has none of the tensors ssm_in, attn_q, ffn_up, ffn_up_exps: {AGAIN}"),
+        (INNER_SIZES, [0, 88, 0], f"nemotron_h.{INNER_SIZES} has 3 values, expected 4"),
+        (
+            INNER_SIZES,
+            [0, 80, 0, 0],
+            f"{INNER_SIZES}=80 of layer 1 contradicts 'blk.1.ffn_up.weight': expected 88: {AGAIN}",
+        ),
+        (INNER_SIZES, [88, 0, 0, 0], f"{INNER_SIZES}=88 of layer 0 contradicts 'blk.0.ssm_in.weight': expected 0"),
+        (KEY_HEADS, [2, 0, 2, 0], f"{KEY_HEADS}=2 of layer 0 contradicts 'blk.0.ssm_in.weight': expected 0: {AGAIN}"),
+        (KEY_HEADS, [0, 0, 0, 0], f"{KEY_HEADS}=0 of layer 2 contradicts 'blk.2.attn_q.weight': expected a number"),
+        ("ssm.time_step_rank", 256, "ssm.inner_size=128 is not a multiple of ssm.time_step_rank=256"),
+    ],
+    "mamba2": [
+        ("blk.1.ssm_out.weight", None, f"missing: backbone.layers.1.mixer.out_proj.weight: {AGAIN}"),
+        ("ssm.inner_size", None, "mamba2: ssm.inner_size is missing"),
+    ],
+    "qwen3_next": [
+        (
+            "blk.0.ssm_ba.weight",
+            None,
+            f"missing: .*in_proj_b.weight, model.layers.0.linear_attn.in_proj_a.weight: {AGAIN}",
+        ),
+        (
+            "blk.0.ssm_ba.weight",
+            lambda x: x[1:],
+            r"has the shape \[7, 64\], expected \[rows, columns\] with a multiple of 4",
+        ),
+        ("blk.0.attn_gate.weight", None, f"missing: model.layers.0.linear_attn.in_proj_z.weight: {AGAIN}"),
+        ("ssm.time_step_rank", 3, "ssm.inner_size=64 is not a multiple of ssm.time_step_rank=3"),
+    ],
+}
+"""By family: a tensor or a key, its change, or None where it is left out, and the message."""
+
+
+def write_changed(source: Path, target: Path, name: str, change: Any) -> None:
+    """Write a GGUF file with another tensor or key `name`, or without it if `change` is None."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for key, field in reader.fields.items():
+        value = change if key == f"{architecture}.{name}" else field.contents()
+        if value is not None and not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
+                key, value, field.types[-1]
+            )
+    for tensor in reader.tensors:
+        if tensor.name != name:
+            writer.add_tensor(tensor.name, tensor.data)
+        elif change is not None:
+            writer.add_tensor(name, np.ascontiguousarray(change(tensor.data)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@each("family", DAMAGED)
+def test_damaged_recurrent_models(family: str, tmp_path: Path) -> None:
+    """Each error is a line with the file, the tensor or key, its value, and what is expected."""
+    (tmp_path / "model").mkdir()
+    variant = int(family == "qwen3_next")
+    HYBRID[family].write(tmp_path / "model", **HYBRID[family].variants[variant])
+    write_gguf(open_checkpoint(tmp_path / "model", False), tmp_path / "whole.gguf", "float32")
+    data, file = (tmp_path / "whole.gguf").read_bytes(), tmp_path / "x.gguf"
+    assert re.search("the tensor .* ends at .*, but the file has .* bytes", load_damaged(data[: len(data) // 2], file))
+    for name, change, message in DAMAGED[family]:
+        write_changed(tmp_path / "whole.gguf", file, name, change)
+        with pytest.raises(UserError, match=f"^{file}.*{message}") as caught:
+            engine_of(file, batch_size=1)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return a model of a kilobyte with a vocabulary."""
@@ -116,20 +215,32 @@ def load_damaged(data: bytes, file: Path) -> str:
     return message
 
 
+@pytest.fixture(scope="module")
+def small_hybrid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return a Nemotron-H of each kind of dense layer, whose file has arrays for each layer."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    sizes = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1, "head_dim": 4}
+    sizes |= {"num_key_value_heads": 1, "mamba_num_heads": 2, "mamba_head_dim": 2, "n_groups": 1, "ssm_state_size": 2}
+    HYBRID["nemotron_h"].write(folder, layers_block_type=[LINEAR, "mlp", FULL], **sizes)
+    write_gguf(open_checkpoint(folder, False), folder / "x.gguf", "float32")
+    return (folder / "x.gguf").read_bytes()
+
+
 @pytest.mark.long
-def test_truncated_anywhere(small: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "x.gguf"
-    assert load_damaged(small, file) == ""
-    last = max(i for i, byte in enumerate(small) if byte)  # the rest is padding
+@each("kind", ["dense", "hybrid"])
+def test_truncated_anywhere(small: bytes, small_hybrid: bytes, tmp_path: Path, kind: str) -> None:
+    file, whole = tmp_path / "x.gguf", small if kind == "dense" else small_hybrid
+    assert load_damaged(whole, file) == ""
+    last = max(i for i, byte in enumerate(whole) if byte)  # the rest is padding
     for length in range(last):
-        assert load_damaged(small[:length], file), length
+        assert load_damaged(whole[:length], file), length
 
 
 @pytest.mark.long
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damage_is_a_user_error(small: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    damaged = bytearray(small)
+def test_damage_is_a_user_error(small: bytes, small_hybrid: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = bytearray(data.draw(st.sampled_from([small, small_hybrid])))
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(["flip", "number", "insert", "cut"]))
         at = data.draw(st.integers(0, len(damaged) - 1)) if damaged else 0

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
@@ -20,15 +21,19 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
-from tests.helpers.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
+from tests.helpers.builders import REPOSITORY, SHARED, SMALL, all_logits, complete, engine_of
 from tests.helpers.cases import each
+from tests.helpers.catalog import ROWS
 from tests.helpers.deepseek import YARN
 from tests.helpers.gguf_families import write_family
 from tests.helpers.gguf_files import write_twin
-from tests.helpers.gguf_models import CASES, assert_equals_transformers, build
+from tests.helpers.gguf_models import CASES, FULL, assert_equals_transformers, build
+from tests.helpers.hybrid_families import HYBRID, LINEAR
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
+MIXED_LAYERS = {"layer_types": ["mamba", "attention"] * 2}
+DELTA_LAYERS = {"layer_types": [LINEAR, FULL] * 2}
 UNKNOWN = ("qwen3_biases", "gemma3_no_windows")
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {"attention_bias": True}),
@@ -140,6 +145,60 @@ def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
     for key, field in twin.fields.items():
         if not key.startswith(("GGUF.", "general.")):
             assert ours.fields[key].contents() == pytest.approx(field.contents()), key
+
+
+RECURRENT: dict[str, list[dict[str, Any]]] = {
+    "granite": [{"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True}],
+    "granitemoehybrid": [*HYBRID["granitemoehybrid"].variants[:4], {**MIXED_LAYERS, "attention_bias": True}],
+    "mamba2": [{}, {"n_groups": 1, "tie_word_embeddings": True}],
+    "nemotron_h": [HYBRID["nemotron_h"].variants[i] for i in (0, 2, 3, 4)],
+    "qwen3_next": [*HYBRID["qwen3_next"].variants[:2], {**DELTA_LAYERS, "linear_num_value_heads": 6}],
+    "qwen3_5_moe_text": [{}],
+}
+"""Settings with which llama.cpp 0.3.36 computes the same logits."""
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "granitemoehybrid": [
+        ({**MIXED_LAYERS, "time_step_limit": [0.5, 0.8]}, "with time_step_limit"),
+        ({**MIXED_LAYERS, "mamba_proj_bias": True}, "with a bias of in_proj"),
+        ({"layer_types": ["mamba"] * 4}, "a model without recurrent layers, or without layers that have attention"),
+        ({"layer_types": ["attention"] * 4, "position_embedding_type": "nope"}, "a Granite 4 without recurrent layers"),
+    ],
+    "mamba2": [({"use_conv_bias": False}, "without a bias of conv1d"), ({"use_bias": True}, "a bias of in_proj")],
+    "nemotron_h": [
+        ({"layers_block_type": [LINEAR, "moe", FULL, "mlp"]}, "with mixtures of experts, and with dense layers"),
+        ({"layers_block_type": [LINEAR, "mlp"]}, "without layers that have attention"),
+    ],
+    "qwen3_next": [
+        ({**DELTA_LAYERS, "norm_topk_prob": False}, "norm_topk_prob=false or layers without experts"),
+        ({**DELTA_LAYERS, "mlp_only_layers": [0]}, "norm_topk_prob=false or layers without experts"),
+        ({**DELTA_LAYERS, "linear_key_head_dim": 9}, "a linear_value_head_dim other than linear_key_head_dim"),
+        ({"layer_types": [FULL, LINEAR] * 2}, "layer_types without full_attention in every n-th layer"),
+        ({"layer_types": [FULL] * 4}, "a model without recurrent layers"),
+    ],
+}
+
+
+@each("family", RECURRENT, quick=["mamba2", "qwen3_next"])
+def test_recurrent_models(family: str, tmp_path: Path) -> None:
+    """A file has the bits of its checkpoint's logits, if A_log is bfloat16 as in most models."""
+    row = (HYBRID | ROWS)[family]
+    for i, settings in enumerate(RECURRENT[family]):
+        folder = tmp_path / str(i) / "hf"
+        folder.mkdir(parents=True)
+        row.write(folder, **settings)
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {key: tensor.bfloat16().float() for key, tensor in tensors.items() if key.endswith("A_log")}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        engines = engine_of(convert(folder, "float32")), engine_of(folder)
+        for prompt in random_prompts(96):
+            actual, expected = (all_logits(engine, prompt) for engine in engines)
+            assert torch.equal(actual, expected), settings
+    for settings, message in REFUSED.get(family, ()):
+        folder = tmp_path / message / "hf"
+        folder.mkdir(parents=True, exist_ok=True)
+        row.write(folder, **settings)
+        with pytest.raises(UserError, match=f"{message}.* cannot be written as GGUF, because llama.cpp does not"):
+            convert(folder, "float32")
 
 
 def test_models_unknown_to_llama_cpp_are_refused(tmp_path: Path) -> None:
