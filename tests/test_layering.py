@@ -60,6 +60,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.formats.gguf.writer",
         "models.formats.gguf.config_writer",
         "models.formats.gguf.decoder_keys",
+        "models.formats.gguf.recurrent_keys",
         "models.formats.gguf.output_tensor",
         "models.formats.gguf.special_tokens",
         "models.formats.gguf.stacked",

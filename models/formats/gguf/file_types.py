@@ -27,8 +27,11 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
 }
 WITH_MINIMUM = {T.Q4_0: T.Q4_1, T.Q5_0: T.Q5_1}
 MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
-# as in the converter: routers, positions, convolutions
-ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
+# as in the converter: routers, positions, convolutions, norms by group, and vectors of the recurrence
+ALWAYS_FLOAT32 = (
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "shortconv.conv.weight"),
+    *("ssm_conv1d.weight", "_norm.weight", "ssm_a", "ssm_d"),
+)
 VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 SHORTER_BLOCKS = {T.Q3_K: T.Q4_0, T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
 """Types for rows whose length is not a multiple of 256."""
@@ -69,6 +72,10 @@ class MatrixTypes:
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
+        values = [name for name in shapes if name.endswith(VALUE_PROJECTIONS)]
+        self._numbers, self._num_values = _numbers(values), len(values)
+        if not any("_exps." in name for name in shapes):
+            self._numbers |= _numbers([name for name in shapes if "ffn_down" in name])
         # Key and value matrices get more bits where they are a small part of the model: with 8 experts, as in Mixtral,
         # and in 70B models, whose heads share values.
         self._has_8_experts = any("_exps." in name and shape[0] == 8 for name, shape in shapes.items())
@@ -90,18 +97,28 @@ class MatrixTypes:
 
     def _of_mixture(self, name: str) -> T:
         is_value, is_down = name.endswith(VALUE_PROJECTIONS), "ffn_down" in name
-        if self._base_type in MIXED and (is_value or is_down) and self._is_sensitive(name):
+        if not is_value and not is_down:
+            return T.Q4_K if self._base_type is T.Q3_K and name.endswith("attn_output.weight") else self._base_type
+        number = self._numbers[name] if name in self._numbers else _layer_of(name)
+        count = self._num_values if is_value else self._num_layers
+        if self._base_type in MIXED and _is_sensitive(number, count):
             return T.Q6_K
-        if self._base_type is T.Q3_K and (is_value or is_down):
-            return T.Q5_K if _layer_of(name) < (2 if is_value else self._num_layers // 16) else T.Q4_K
+        if self._base_type is T.Q3_K:
+            return T.Q5_K if number < (2 if is_value else count // 16) else T.Q4_K
         if self._has_importance and self._base_type in WITH_MINIMUM and is_down:
-            return WITH_MINIMUM[self._base_type] if _layer_of(name) < self._num_layers // 8 else self._base_type
-        return T.Q4_K if self._base_type is T.Q3_K and name.endswith("attn_output.weight") else self._base_type
+            return WITH_MINIMUM[self._base_type] if number < count // 8 else self._base_type
+        return self._base_type
 
-    def _is_sensitive(self, name: str) -> bool:
-        """Whether the tensor is in the first or last eighth of the layers, or in every third layer between."""
-        layer, num_first = _layer_of(name), self._num_layers // 8
-        return layer < num_first or layer >= 7 * self._num_layers // 8 or (layer - num_first) % 3 == 2
+
+def _is_sensitive(number: int, count: int) -> bool:
+    """Whether a matrix is in the first or last eighth of `count`, or every third between."""
+    num_first = count // 8
+    return number < num_first or number >= 7 * count // 8 or (number - num_first) % 3 == 2
+
+
+def _numbers(names: list[str]) -> dict[str, int]:
+    """Return the number of each tensor in the order of the layers, some of which may have none."""
+    return {name: number for number, name in enumerate(sorted(names, key=_layer_of))}
 
 
 def _layer_of(name: str) -> int:

@@ -237,7 +237,7 @@ def nemotron_h(file: GGUFMetadata) -> dict[str, Any]:
     return values | (_nemotron_experts(file) if "moe" in types else {})
 
 
-def _check_nemotron_layers(file: GGUFMetadata, types: list[str]) -> int:
+def _check_nemotron_layers(file: GGUFMetadata, types: list[str | None]) -> int:
     """Return the number of key heads; 0 if no layer has attention.
 
     Raises UserError if the arrays of the layers' key heads and inner sizes contradict the tensors.
