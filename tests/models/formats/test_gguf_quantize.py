@@ -143,6 +143,19 @@ def test_types_are_llama_quantizes() -> None:
         assert [kind.name for kind in chosen] == [first] * 2 + [rest] * 15
 
 
+def test_types_of_layers_with_one_part() -> None:
+    """The types of Nemotron-H by llama_model_quantize, which counts matrices instead of layers."""
+    parts = {"-": "ffn_down.weight", "*": "attn_v.weight", "M": "ssm_norm.weight"}
+    shapes = {f"blk.{i}.{parts[letter]}": SQUARE for i, letter in enumerate("M-*M" * 4 + "--M*" * 2)}
+    shapes |= {"blk.0.ssm_a": (8, 1), "blk.0.ssm_d": (8, 1), "blk.0.ffn_gate_inp_shexp.weight": (1, 256)}
+    for dtype, down_types, value_types in (("q4_k_m", "66644644", "446446"), ("q3_k_m", "54444444", "554444")):
+        types = tensor_types(dtype, shapes, "nemotron_h")
+        for part, letters in (("ffn_down", down_types), ("attn_v", value_types)):
+            assert [kind.name for name, kind in types.items() if part in name] == [LETTERS[x] for x in letters]
+        others = {kind.name for name, kind in types.items() if "ssm" in name or "shexp" in name}
+        assert others == {"F32"}
+
+
 def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each tensor equals the package's dequantisation, and more bits are closer to the floats. Rows of 88 values are
     float16."""
