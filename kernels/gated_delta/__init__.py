@@ -1,4 +1,4 @@
-"""The gated delta rule of recurrent layers (arXiv 2412.06464).
+"""The gated delta rule of recurrent layers (arXiv 2412.06464, 2510.26692).
 
 T tokens of S sequences, H value heads of D channels, G key heads of N channels, P slots.
 """
@@ -41,10 +41,11 @@ def gated_delta(
     """Return [T, H * D], as `reference.gated_delta` does. The bits of a row depend only on its sequence."""
     inputs, of_heads, slots = (qkv, decay, write_gate), (decay_log, decay_bias), (query_starts, reads, writes, ends)
     num_heads, key_channels = states.shape[1], states.shape[3]
-    value_size = num_heads * value_channels
+    value_size, num_decays = num_heads * value_channels, key_channels if len(decay_bias) > num_heads else 1
     fit = qkv.dtype in DTYPES and all(part.is_cpu and part.dtype == qkv.dtype for part in inputs) and group > 0
-    fit = fit and all(part.is_cpu and part.dtype == torch.float32 and part.shape == (num_heads,) for part in of_heads)
-    fit = fit and decay.shape == write_gate.shape == (qkv.shape[0], num_heads)
+    fit = fit and all(part.is_cpu and part.dtype == torch.float32 and part.ndim == 1 for part in of_heads)
+    fit = fit and len(decay_log) == num_heads and len(decay_bias) == num_heads * num_decays
+    fit = fit and write_gate.shape == (len(qkv), num_heads) and decay.shape == (len(qkv), len(decay_bias))
     fit = fit and are_supported(states, value_channels, *slots)
     if not fit or (num_keys := (qkv.shape[1] - value_size) // (2 * key_channels)) < 1:
         raise UnsupportedArguments
@@ -52,6 +53,6 @@ def gated_delta(
         raise UnsupportedArguments
     placed = [part.contiguous() for part in (*inputs, *of_heads, states, *slots)]
     out = torch.empty(qkv.shape[0], value_size, dtype=qkv.dtype)
-    sizes = reads.shape[0], num_heads, num_keys, key_channels, value_channels, group
+    sizes = reads.shape[0], num_heads, num_keys, key_channels, value_channels, group, num_decays
     cpp.gated_delta(*(part.data_ptr() for part in placed), out.data_ptr(), DTYPES[qkv.dtype], *sizes)
     return out

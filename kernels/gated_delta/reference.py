@@ -21,14 +21,15 @@ def gated_delta(
     writes: Tensor,
     ends: Tensor,
 ) -> Tensor:
-    """Return o [T, H * D] of the gated delta rule (arXiv 2412.06464), token by token, in float32.
+    """Return o [T, H * D] of the gated delta rule (arXiv 2412.06464, 2510.26692), token by token, in float32.
 
     A value head has a matrix M [N, D]. For each token M becomes g * M, then M + k (beta * (v - M^T k))^T, and o is
     M^T q. q and k are x / sqrt(sum(x^2) + 1e-6), and q is divided by sqrt(N). g = exp(-exp(decay_log) * softplus(decay
     + decay_bias)), beta = sigmoid(write_gate).
 
     qkv [T, 2 * G * N + H * D] has the heads of q, k and v. Value head h uses the key head (h // group) % G. decay,
-    write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. states, query_starts, reads, writes, ends:
+    write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. decay [T, H * N] and decay_bias [H * N]
+    are also possible: a row of M then has a decay of its own (Kimi Delta Attention). states, query_starts, reads, writes, ends:
     as of `state_panels.advance`.
     """
     num_keys, value_size = states.shape[3], states.shape[1] * value_channels
@@ -39,9 +40,9 @@ def gated_delta(
         q, k, v = qkv[t].float().split((key_size, key_size, value_size))
         q, k = (x.view(-1, num_keys)[heads] for x in (q, k))  # [H, N]
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        g = (-decay_log.exp() * softplus(decay[t].float() + decay_bias)).exp()
-        m = g[:, None, None] * m
-        delta = write_gate[t].float().sigmoid()[:, None] * (v.view(len(g), value_channels) - (k[..., None] * m).sum(1))
+        steps = softplus(decay[t].float() + decay_bias).view(len(decay_log), -1, 1)  # [H, 1 or N, 1]
+        m = (-decay_log.exp()[:, None, None] * steps).exp() * m
+        delta = write_gate[t].float().sigmoid()[:, None] * (v.view(len(decay_log), value_channels) - (k[..., None] * m).sum(1))
         m = m + k[..., None] * delta[:, None]
         out[t] = ((q[..., None] * m).sum(1) * num_keys**-0.5).flatten()
         return m

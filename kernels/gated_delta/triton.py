@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_delta.chunks import gated_delta_chunks, invert_chunks
-from kernels.state_panels.triton import CHUNK, CHUNK_ROWS, chunks_from, first_panel, new_panels, softplus
+from kernels.state_panels.triton import CHUNK, CHUNK_ROWS, NO_CHUNKS, chunks_from, first_panel, new_panels, softplus
 
 INVERTING = 16
 """The programs that share the chunks of a head of a sequence. One long prompt and 16 heads occupy a GPU."""
@@ -33,10 +33,13 @@ def gated_delta(
     _, num_heads, num_panels, key_channels, columns = states.shape
     out = torch.zeros(qkv.shape[0], num_heads * value_channels, dtype=qkv.dtype, device=qkv.device)
     if len(reads):
-        num_keys = (qkv.shape[1] - out.shape[1]) // (2 * key_channels)
+        num_keys, by_row = (qkv.shape[1] - out.shape[1]) // (2 * key_channels), len(decay_bias) > num_heads
         shape, size = (num_keys, value_channels, key_channels, group), triton.next_power_of_2(key_channels)
-        grid, limit = (len(reads), num_heads, num_panels), chunks_from(len(qkv), len(reads))
-        _gated_delta[grid](*inputs, *of_heads, states, *slots, out, *shape, limit, SIZE=size, COLUMNS=columns)
+        grid = len(reads), num_heads, num_panels
+        limit = NO_CHUNKS if by_row else chunks_from(len(qkv), len(reads))
+        _gated_delta[grid](
+            *inputs, *of_heads, states, *slots, out, *shape, limit, SIZE=size, COLUMNS=columns, BY_ROW=by_row
+        )
         if limit == CHUNK:
             inverses = torch.empty(len(qkv), num_heads, CHUNK, device=qkv.device)
             sizes = {"CHUNK": CHUNK, "ROWS": CHUNK_ROWS}
@@ -78,6 +81,7 @@ def _gated_delta(
     limit,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
@@ -87,7 +91,13 @@ def _gated_delta(
     in_rows, in_columns = row < key_channels, value < value_channels
     matrix, stored, is_stored = first_panel(states, reads, writes, ends, start, end, key_channels, SIZE, COLUMNS)
     last = tl.load(ends + sequence) - 1
-    rate, bias = tl.exp(tl.load(decay_log + head)), tl.load(decay_bias + head)
+    rate = tl.exp(tl.load(decay_log + head))
+    # decays [rows, 1] or [1, 1] of the head, and their number for a token
+    decays, is_decay = (head * key_channels + row)[:, None], in_rows[:, None]
+    num_decays = num_heads * key_channels
+    if not BY_ROW:
+        decays, is_decay, num_decays = tl.full([1, 1], head, tl.int64), tl.full([1, 1], True, tl.int1), num_heads
+    bias = tl.load(decay_bias + decays, mask=is_decay, other=0.0)
     key, key_size = head // group % num_key_heads * key_channels + row, num_key_heads * key_channels
     width = 2 * key_size + num_heads * value_channels
     scale = 1.0 / tl.sqrt(key_channels.to(tl.float32))
@@ -97,7 +107,7 @@ def _gated_delta(
         k = _unit(tl.load(token + key_size + key, mask=in_rows, other=0.0).to(tl.float32))
         at = 2 * key_size + head * value_channels + value
         v = tl.load(token + at, mask=in_columns, other=0.0).to(tl.float32)
-        step = tl.load(decay + t * num_heads + head).to(tl.float32) + bias
+        step = tl.load(decay + t * num_decays + decays, mask=is_decay, other=0.0).to(tl.float32) + bias
         beta = 1.0 / (1.0 + tl.exp(-tl.load(write_gate + t * num_heads + head).to(tl.float32)))
         matrix *= tl.exp(-rate * softplus(step))
         delta = beta * (v - tl.sum(k[:, None] * matrix, 0))

@@ -37,7 +37,8 @@ public:
       x[v] = load_elements<DTYPE>(row, panel.column(v), channels);
       deltas[v] = multiply(splat(steps[i]), x[v]);
     }
-    update_panel(from, to, num_states(), decays[i], keys, deltas, queries, outputs);
+    const auto decay_of = [decay = splat(decays[i])](int64_t) { return decay; };
+    update_panel(from, to, num_states(), decay_of, keys, deltas, queries, outputs);
     for (int64_t v = 0; v < VECTORS; ++v) outputs[v] = multiply_add(splat(call.skip[panel.head]), x[v], outputs[v]);
     store_output<DTYPE>(panel, call.out, t, outputs);
   }

@@ -73,16 +73,17 @@ template <Dtype DTYPE> void store_output(const Panel &panel, void *out, int64_t 
   for (int64_t v = 0; v < VECTORS; ++v) store_elements<DTYPE>(row, panel.column(v), count, rounded<DTYPE>(columns[v]));
 }
 
-// Writes decay * M + keys deltas^T to `to`, where M is the panel `from`. Returns the transposed result times the queries
-// in `products`. A column's sums of even and of odd rows are added last: one chain of additions would wait for each
+// Writes decay * M + keys deltas^T to `to`, where M is the panel `from` and decay_of(row) is the decay of a row. Returns
+// the transposed result times the queries in `products`. A column's sums of even and of odd rows are added last: one chain of additions would wait for each
 // result. The operands of both vectors do not fit in AVX2's registers: one vector after the other takes 0.7 of the time.
-inline void update_panel(const float *from, float *to, int64_t num_rows, float decay, const float *keys, const Floats (&deltas)[VECTORS],
-                         const float *queries, Floats (&products)[VECTORS]) {
+template <class Decay>
+void update_panel(const float *from, float *to, int64_t num_rows, Decay decay_of, const float *keys, const Floats (&deltas)[VECTORS],
+                  const float *queries, Floats (&products)[VECTORS]) {
   for (int64_t v = 0; v < VECTORS; ++v) {
     Floats even = splat(0.0f), odd = splat(0.0f);
-    const auto add_row = [&, delta = deltas[v], factor = splat(decay)](int64_t row, Floats &sum) {
+    const auto add_row = [&, delta = deltas[v], decay_of](int64_t row, Floats &sum) {
       const int64_t place = row * COLUMNS + v * LANES;
-      const Floats state = multiply_add(splat(keys[row]), delta, multiply(factor, load(from + place)));
+      const Floats state = multiply_add(splat(keys[row]), delta, multiply(decay_of(row), load(from + place)));
       store(to + place, state);
       sum = multiply_add(splat(queries[row]), state, sum);
     };

@@ -149,12 +149,15 @@ def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
         at(waves(2) / 2),
     )
     steps, of_heads = (starts, *slots), inputs[3:]
-    other_states = torch.zeros_like(states)
+    other_states, states_of_rows = torch.zeros_like(states), torch.zeros_like(states)
+    of_rows = inputs[0], at(waves(rows, 18)), inputs[2], inputs[3], at(waves(18))
     return (
         gated_delta(*inputs, states, 2, channels, *steps),
+        gated_delta(*of_rows, states_of_rows, 2, channels, *steps),
         ssd(*inputs[:2], *of_heads, at(waves(2)), other_states, 2, channels, 0.1, 2.0, *steps),
         states,
         other_states,
+        states_of_rows,
     )
 
 
@@ -165,7 +168,8 @@ CASES: dict[str, Case] = {
         at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 1e-5
     ),
     "gated_rms_norm": lambda rows, channels, at: [
-        gated_rms_norm(at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 8, 1e-5)
+        gated_rms_norm(at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 8, 1e-5, output)
+        for output in (False, True)
     ],
     "gelu": lambda rows, channels, at: [
         gelu(at(waves(rows, channels))),

@@ -79,17 +79,21 @@ def ssd_in_float64(x: Tensor, keys: Tensor, queries: Tensor, step: Tensor, rate:
 
 
 def gated_delta_in_float64(qkv: Tensor, gates: list[Tensor], key_heads: list[int], sizes: tuple[int, int]) -> Tensor:
-    """Return the result [T, H * D] of a whole sequence. `gates`: decay, write_gate, decay_log, decay_bias."""
+    """Return the result [T, H * D] of a whole sequence. `gates`: decay, write_gate, decay_log, decay_bias.
+
+    decay has a number for each head, or for each of its key channels.
+    """
     decay, write_gate, decay_log, decay_bias = (part.double() for part in gates)
     (num_keys, num_values), num_heads = sizes, len(key_heads)
     key_size = (qkv.shape[1] - num_heads * num_values) // 2
     q, k, v = qkv.double().split((key_size, key_size, num_heads * num_values), 1)
     q, k = (part.unflatten(1, (-1, num_keys))[:, key_heads] for part in (q, k))
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
-    g, beta = (-decay_log.exp() * softplus(decay + decay_bias, threshold=80)).exp(), write_gate.sigmoid()
+    steps = softplus(decay + decay_bias, threshold=80).unflatten(1, (num_heads, -1))  # [T, H, 1 or N]
+    g, beta = (-decay_log.exp()[:, None] * steps).exp(), write_gate.sigmoid()
     m, rows = torch.zeros(num_heads, num_keys, num_values, dtype=torch.float64), list[Tensor]()
     for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v.unflatten(1, (num_heads, -1)), g, beta, strict=True):
-        m = g_t[:, None, None] * m
+        m = g_t[..., None] * m
         m = m + torch.einsum("hn,hd->hnd", k_t, beta_t[:, None] * (v_t - torch.einsum("hn,hnd->hd", k_t, m)))
         rows.append(torch.einsum("hn,hnd->hd", q_t, m).flatten() / num_keys**0.5)
     return torch.stack(rows) if rows else v

@@ -95,6 +95,7 @@ def rows() -> None:
     rms_norm(x, x[0], 1e-5, 1.0)
     gated_rms_norm(x, x, x[0], 4096, 1e-5)
     gated_rms_norm(x, x, x[0], 512, 1e-5)
+    gated_rms_norm(x, x, x[0], 128, 1e-5, True)
     layer_norm(x, x[0], x[0], 1e-5)
     layer_norm(x, None, None, 1e-5)
     gelu(x)
@@ -119,6 +120,9 @@ def rows() -> None:
     gates, matrices = torch.empty(64, 32, dtype=BF16), torch.empty(8, 32, 4, 128, 32)
     qkv = torch.empty(64, 8192, dtype=BF16)
     gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, 2, 128, *steps)
+    gated_delta(
+        torch.empty(64, 12288, dtype=BF16), x, gates, torch.empty(32), torch.empty(4096), matrices, 1, 128, *steps
+    )
     matrices, xbc = torch.empty(8, 32, 2, 128, 32), torch.empty(64, 32 * 64 + 2 * 128, dtype=BF16)
     ssd(xbc, gates, *torch.empty(3, 32), matrices, 32, 64, 0.0, torch.inf, *steps)
 

@@ -138,6 +138,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "rope_and_store": turned,
     "rms_norm": lambda x: rms_norm(x, NORM, 1e-5),
     "gated_rms_norm": lambda x: gated_rms_norm(*x.chunk(2, dim=-1), NORM[:32], 16, 1e-5),
+    "gated_rms_norm of outputs": lambda x: gated_rms_norm(*x.chunk(2, dim=-1), NORM[:32], 16, 1e-5, True),
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu_tanh(*x.chunk(2, dim=-1)),
     "layer_norm": lambda x: layer_norm(x, NORM, None, 1e-5),
@@ -176,6 +177,9 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "all_finite": lambda x: all_finite(x / x[0, 0]),
     "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
     "gated_delta": lambda x: gated_delta(x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, 2, 24, *SEQUENCES),
+    "gated_delta of rows": lambda x: gated_delta(
+        x, x[:, :16], x[:, 2:4], NORM[:2], NORM[:16], MATRIX_STATES, 2, 24, *SEQUENCES
+    ),
     "ssd": lambda x: ssd(x, x[:, :2], *NORM[:6].view(3, 2), MATRIX_STATES, 2, 24, 0.1, 9.0, *SEQUENCES),
 }
 

@@ -88,6 +88,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.take_channels, rows, torch.randperm(33))
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.gated_rms_norm, rows, wide[:, 33:], weight, 11, 1e-5)
+        opcheck(ops.gated_rms_norm, rows, wide[:, 33:], weight, 11, 1e-5, True)
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
         opcheck(ops.rms_norm_quantize, rows, weight, 1e-5, torch.int8, None)
@@ -102,6 +103,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
     gates, states, slots = (randn(num_rows, 2, dtype=dtype), wide[:, :2]), torch.zeros(2, 2, 1, 8, 32), starts[:1]
     steps = (starts, slots - 1, slots + 1, starts[1:])
     opcheck(ops.gated_delta, wide, *gates, *randn(2, 2), states, 2, 25, *steps)
+    opcheck(ops.gated_delta, wide, wide[:, :16], gates[1], randn(2), randn(16), states, 2, 25, *steps)
     opcheck(ops.ssd, wide, gates[0], *randn(3, 2), states, 2, 25, 0.1, torch.inf, *steps)
     opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))

@@ -1,6 +1,8 @@
 """rms_norm and gated_rms_norm compared with the formulas in float64; add_rms_norm with rms_norm of torch's sum, bit
 for bit."""
 
+from itertools import product
+
 import torch
 
 from kernels.gated_rms_norm import gated_rms_norm
@@ -104,20 +106,23 @@ def test_a_row_of_a_sum_is_the_same_to_the_bit_in_any_company() -> None:
 @each("shape, group_size", [((1, 8), 8), ((63, 80), 16), ((40, 129), 43)])
 @each("dtype, tolerance", DTYPES)
 @poisoned()
-def test_a_gate_multiplies_before_the_norm_of_each_group(
+def test_a_gate_multiplies_before_or_after_the_norm_of_each_group(
     shape: tuple[int, int], group_size: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     generator, (num_rows, channels) = torch.Generator().manual_seed(0), shape
     wide = (torch.randn(num_rows, 3 * channels + 1, generator=generator) * 3).to(dtype)
     x, gate = wide[:, :channels], wide[:, channels + 1 : 2 * channels + 1]
     gate[0, 0], weight = -100, torch.randn(channels, generator=generator).to(dtype)  # exp(100) is infinite in float32
-    z = (x.double() * gate.double() * gate.double().sigmoid()).unflatten(1, (-1, group_size))
-    expected = (z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight.double()
-    for threads in (1, 3):
+    silu, factors = gate.double() * gate.double().sigmoid(), weight.double()
+    for threads, gates_output in product((1, 3), (False, True)):
         set_threads(threads)
-        result = gated_rms_norm(x, gate, weight, group_size, 1e-5)
+        z = (x.double() if gates_output else x.double() * silu).unflatten(1, (-1, group_size))
+        expected = (z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * factors
+        if gates_output:
+            expected *= gate.double().sigmoid()
+        result = gated_rms_norm(x, gate, weight, group_size, 1e-5, gates_output)
         assert result.dtype == dtype
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
         for row in range(0, num_rows, 7):  # the bits of a row depend only on that row
             part = slice(row, row + 1)
-            assert gated_rms_norm(x[part], gate[part], weight, group_size, 1e-5).equal(result[part])
+            assert gated_rms_norm(x[part], gate[part], weight, group_size, 1e-5, gates_output).equal(result[part])

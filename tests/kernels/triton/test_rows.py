@@ -58,11 +58,11 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_gated_rms_norm(dtype: torch.dtype, shape: tuple[int, int], group_size: int) -> None:
     both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the least overflows; halves of one matrix
     weight = noise(shape[1], dtype=dtype, seed=1)
-    result = kernels.gated_rms_norm.triton.gated_rms_norm(
-        *both.to(DEVICE).chunk(2, dim=-1), weight.to(DEVICE), group_size, 1e-5
-    )
-    expected = kernels.gated_rms_norm.reference.gated_rms_norm(*both.chunk(2, dim=-1), weight, group_size, 1e-5)
-    assert_near(result, expected)
+    for gates_output in (False, True):
+        options = group_size, 1e-5, gates_output
+        placed = *both.to(DEVICE).chunk(2, dim=-1), weight.to(DEVICE)
+        result = kernels.gated_rms_norm.triton.gated_rms_norm(*placed, *options)
+        assert_near(result, kernels.gated_rms_norm.reference.gated_rms_norm(*both.chunk(2, dim=-1), weight, *options))
 
 
 @each("dtype, shape", product(DTYPES, [(1, 16), (5, 80), (3, 1000)]))
@@ -288,12 +288,13 @@ def check_recurrence(actual: Callable[..., Tensor], reference: Callable[..., Ten
 def test_recurrences(dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
     steps, sizes, states = recurrent_steps(), (2, num_columns), noise(5, *state_shape(3, num_rows, num_columns), seed=3)
     mixed, gates = noise(8, 4 * num_rows + 3 * num_columns, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
-    of_heads = noise(3, 3, seed=2)
-    check_recurrence(
-        kernels.gated_delta.triton.gated_delta,
-        kernels.gated_delta.reference.gated_delta,
-        [mixed, *gates, *of_heads[:2], states.clone(), *sizes, *steps],
-    )
+    of_heads, of_rows = noise(3, 3, seed=2), (noise(8, 3 * num_rows, dtype=dtype), noise(3 * num_rows, seed=4))
+    for decay, bias in ((gates[0], of_heads[1]), of_rows):
+        check_recurrence(
+            kernels.gated_delta.triton.gated_delta,
+            kernels.gated_delta.reference.gated_delta,
+            [mixed, decay, gates[1], of_heads[0], bias, states.clone(), *sizes, *steps],
+        )
     check_recurrence(
         kernels.ssd.triton.ssd,
         kernels.ssd.reference.ssd,
