@@ -95,6 +95,7 @@ ARCHITECTURES = {
     "internlm2": Architecture("InternLM2, 2.5", "internlm2.read_config", "internlm2.InternLM2", INV_FREQ),
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
     "kimi_k2": Architecture("Kimi K2", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
+    "kimi_linear": Architecture("Kimi Linear", "kimi_linear.read_config", "kimi_linear.KimiLinear"),
     "lfm2": Architecture("LFM2, LFM2.5", "lfm2.read_config", "lfm2.Lfm2"),
     "lfm2_moe": Architecture("LFM2-8B-A1B", "lfm2_moe.read_config", "lfm2_moe.Lfm2Moe"),
     "llama": Architecture(

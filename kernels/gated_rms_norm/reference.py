@@ -20,7 +20,7 @@ def gated_rms_norm(
     if not gates_output:
         z = z * (wide / (1 + (-wide).exp()))
     z = z.unflatten(-1, (-1, group_size))
-    normalised = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    normalised: Tensor = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if gates_output:
         return (weight.float() * normalised / (1 + (-wide).exp())).to(x.dtype)
     return weight * normalised.to(x.dtype)

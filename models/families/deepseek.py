@@ -16,7 +16,7 @@ from kernels.quantize_rows import Activations
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.decoder import DecoderLayer, PreNormLM
-from models.families.deepseek_config import DeepseekConfig
+from models.families.deepseek_config import DeepseekConfig, LatentConfig
 from models.layers.attention import Heads, attend_latent
 from models.layers.grouped_moe import GroupedMoE
 from models.layers.linear import Linear, MergedLinear
@@ -30,15 +30,15 @@ from models.layout import ModelLayout, Unit
 LATENT_NORM_EPS = 1e-6  # the eps of the norms within attention in the models' own code, independent of rms_norm_eps
 
 
-class Attention(Module):
-    """Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1).
+class LatentAttention(Module):
+    """Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1), without position encoding.
 
     The models' own code computes a key and a value per head for every earlier token from the token's latent c: q (B c)
     and sum(w (A c)). This code multiplies the smaller side instead: (q B) c and A sum(w c). The cache therefore holds
     only latents.
     """
 
-    def __init__(self, c: DeepseekConfig) -> None:
+    def __init__(self, c: LatentConfig) -> None:
         super().__init__()
         self.c = c
         # All heads share one key: the latent, and the part with position. Values are computed from the latent.
@@ -82,7 +82,11 @@ class Attention(Module):
         to_key, to_value = self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         return to_key, to_value
 
-    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def rotate(self, part: Tensor, angles: Angles | None) -> Tensor:
+        """Return the rotated part with position of queries or of the key."""
+        return part
+
+    def forward(self, x: Activations, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
         query, latent = self.first(x, batch)
         if c.q_lora_rank is not None:
@@ -90,12 +94,24 @@ class Attention(Module):
         query = query.unflatten(-1, (-1, c.qk_nope_head_dim + c.qk_rope_head_dim))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
+        query_rope, key_rope = (self.rotate(part, angles) for part in (query_rope, key_rope))
         query = torch.cat((self.to_key(query, self._key_weight), query_rope), dim=-1)  # [T, H, L + P]
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
         kv_store(key, key[..., :0], *cache, batch.slots)
         attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
         return self.o_proj(self.to_value(attended, self._value_weight).flatten(1), batch)
+
+
+class Attention(LatentAttention):
+    """Multi-head latent attention with rotary embedding."""
+
+    def __init__(self, c: DeepseekConfig) -> None:
+        super().__init__(c)
+        self.rope_interleave = c.rope_interleave
+
+    def rotate(self, part: Tensor, angles: Angles | None) -> Tensor:
+        assert angles is not None
+        return rope(part, *angles, self.rope_interleave)
 
 
 def _mlp(c: DeepseekConfig, sparse: bool) -> nn.Module:

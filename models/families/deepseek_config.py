@@ -12,7 +12,9 @@ from models.layers.rotary import RotaryConfig, read_rotary_config, yarn_mscale
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(PreNormShape):
+class LatentConfig(PreNormShape):
+    """The config of a model with multi-head latent attention and mixtures of experts."""
+
     intermediate_size: int
     moe_intermediate_size: int
     num_attention_heads: int
@@ -22,13 +24,21 @@ class DeepseekConfig(PreNormShape):
     qk_rope_head_dim: int
     v_head_dim: int
     n_shared_experts: int
+    attention_bias: bool
+    routing: Routing
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(LatentConfig):
     first_k_dense_replace: int
     moe_layer_freq: int
     num_nextn_predict_layers: int
-    attention_bias: bool
     rope_interleave: bool
     rotary: RotaryConfig
-    routing: Routing
     predicts_ahead: bool = False
 
     @property
@@ -48,7 +58,7 @@ class DeepseekConfig(PreNormShape):
     def softmax_scale(self) -> float:
         """1 / sqrt(N + P), times yarn's temperature correction, once for queries and once for keys."""
         mscale = yarn_mscale(self.rotary.factor, self.rotary.mscale_all_dim)
-        return mscale * mscale / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+        return mscale * mscale * super().softmax_scale
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:

@@ -17,6 +17,7 @@ from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import dense_config, dense_files
 from models.formats.joined_experts import split_experts
+from models.formats.renamed import renamed
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
 from models.sharding import Shard
@@ -50,10 +51,19 @@ def checkpoint_of(
 
     def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
         files = open_files()
-        return split_experts(text_files(files) if is_multimodal else files, expected)
+        files = split_experts(text_files(files) if is_multimodal else files, expected)
+        return [_with_dense_names(file, expected) for file in files]
 
     model_config = text_config(config.values, str(path / CONFIG)) if is_multimodal else config
     return Checkpoint(path, model_config, generation_config, open_weights, tokenizer)
+
+
+def _with_dense_names(file: WeightFile, expected: ExpectedTensors) -> WeightFile:
+    """Return the file with the names that a model `expected`, if transformers wrote dense layers of Kimi Linear with the
+    name of mixtures."""
+    dense = {name: name.replace(".block_sparse_moe.", ".mlp.") for name in file.shapes if name not in expected}
+    names = {dense[name] if dense.get(name) in expected else name: name for name in file.shapes}
+    return file if names.keys() == file.shapes.keys() else renamed(file, names)
 
 
 class SafetensorsFile:

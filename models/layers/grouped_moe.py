@@ -43,20 +43,25 @@ class Routing:
 
 
 def read_routing(
-    config: ConfigReader, groups: tuple[int, int], has_correction_bias: bool, norm_topk_prob: bool
+    config: ConfigReader,
+    groups: tuple[int, int],
+    has_correction_bias: bool,
+    norm_topk_prob: bool,
+    keys: tuple[str, str, str] = ("n_routed_experts", "num_experts_per_tok", "n_group"),
 ) -> Routing:
-    """Read the numbers of experts. `groups`: n_group and topk_group. Raises UserError for inconsistent numbers."""
-    experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    """Read the numbers of experts. `groups`: n_group and topk_group. `keys`: the names of experts, chosen experts and
+    groups. Raises UserError for inconsistent numbers."""
+    experts, chosen = map(config.count, keys[:2])
     n_group, topk_group = groups
-    config.check_multiple("n_routed_experts", experts, "n_group", n_group)
+    config.check_multiple(keys[0], experts, keys[2], n_group)
     if topk_group > n_group:
-        raise UserError(f"config.json: topk_group={topk_group} is more than n_group={n_group}")
+        raise UserError(f"config.json: topk_group={topk_group} is more than {keys[2]}={n_group}")
     size = experts // n_group
     if has_correction_bias and size < 2:
-        raise UserError(f"config.json: n_group={n_group} leaves {size} expert to a group, which needs 2 to be scored")
+        raise UserError(f"config.json: {keys[2]}={n_group} leaves {size} expert to a group, which needs 2 to be scored")
     if chosen > topk_group * size:
         raise UserError(
-            f"config.json: num_experts_per_tok={chosen} is more than the {topk_group * size} experts of topk_group={topk_group} groups"
+            f"config.json: {keys[1]}={chosen} is more than the {topk_group * size} experts of topk_group={topk_group} groups"
         )
     scaling_factor = config.positive("routed_scaling_factor", 1.0)
     return Routing(experts, chosen, n_group, topk_group, scaling_factor, has_correction_bias, norm_topk_prob)
@@ -105,10 +110,17 @@ class GroupedMoE(Module):
     readers: Sequence[Linear] = ()
     """As in `SparseMoeBlock`."""
 
-    def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        n_shared_experts: int,
+        routing: Routing,
+        expert: type[MLP] = MLP,
+    ) -> None:
         super().__init__()
         self.gate = Gate(hidden_size, routing)
-        experts = (MLP(hidden_size, moe_intermediate_size) for _ in range(routing.num_experts))
+        experts = (expert(hidden_size, moe_intermediate_size) for _ in range(routing.num_experts))
         self.experts = Experts(experts, routing.num_experts_per_tok)
         self.shared_experts = MLP(hidden_size, moe_intermediate_size * n_shared_experts)
 

@@ -208,7 +208,7 @@ class ParallelCosts:
             return num_bytes, part.outputs * inputs, 1, part.outputs * tp
         num_outputs = part.outputs
         if part.units is not None:
-            num_heads = heads.num_attention_heads, heads.num_key_value_heads
+            num_heads = None if heads is NO_HEADS else (heads.num_attention_heads, heads.num_key_value_heads)
             num_outputs = count(shard_outputs(part.units, part.outputs, num_heads, tp, rank))
         return part.num_bytes * num_outputs // part.outputs, num_outputs * part.inputs, part.num_gathers, part.gathered
 

@@ -130,6 +130,39 @@ FALCON_H1: dict[str, Any] = {
     "mlp_multipliers": [0.9, 0.6],
 }
 
+KIMI: dict[str, Any] = {
+    **{key: value for key, value in BASE.items() if key != "max_position_embeddings"},
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "model_max_length": 128,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.446,
+}
+KIMI_HUB = {  # the keys of Moonshot AI's files
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3, 4],
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 3,
+    },
+    "linear_head_dim": LEFT_OUT,
+    "linear_num_heads": LEFT_OUT,
+    "first_k_dense_replace": 2,
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+}
+KDA_TWICE = {**KIMI_HUB["linear_attn_config"], "kda_layers": [1, 2, 3, 4]}  # type: ignore[dict-item]
+
 HYBRID = {
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
@@ -330,6 +363,58 @@ HYBRID = {
         variants=[*DELTA_VARIANTS[:2], {"num_experts_per_tok": 1, "layer_types": [LINEAR, FULL] * 2}],
         read=[({}, {"mixture.norm_topk_prob": True, "mixture.sparse_layers": (True,) * 4})],
         refused=[*REFUSED_DELTA, ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported: only True, None")],
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        tolerance=CHUNKED,
+        sizes=KIMI,
+        variants=[
+            {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]},
+            {"num_hidden_layers": 5},  # the last layer is attention
+            {
+                "layer_types": [FULL, LINEAR] * 2,
+                "linear_num_heads": 3,
+                "linear_head_dim": 40,
+                "linear_conv_kernel_dim": 2,
+                "mlp_layer_types": ["sparse", "dense", "dense", "sparse"],
+                "q_lora_rank": 20,
+                "attention_bias": True,
+                "rms_norm_eps": 1e-3,
+            },
+            {
+                "layer_types": [LINEAR, FULL] * 2,
+                "linear_head_dim": 9,
+                "num_expert_group": 2,
+                "topk_group": 1,
+                "moe_renormalize": False,
+                "num_shared_experts": 2,
+                "routed_scaling_factor": 1.5,
+            },
+        ],
+        read=[
+            (
+                KIMI_HUB,
+                {
+                    "is_recurrent": (True, False, True, True),
+                    "is_sparse": (False, False, True, True),
+                    "num_taps": 3,
+                    "context_length": 128,
+                    "routing.num_experts_per_tok": 2,
+                },
+            ),
+        ],
+        refused=[
+            NOT_SILU,
+            ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported: only 4, None"),
+            ({"mla_use_nope": False}, "mla_use_nope=False is not supported: only True, None"),
+            ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax' is not supported"),
+            ({"routed_scaling_factor": LEFT_OUT}, "routed_scaling_factor is missing"),
+            ({"num_experts_per_token": 5}, "num_experts_per_token=5 is more than the 4 experts of topk_group=1"),
+            ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 keeps no earlier token"),
+            ({"layer_types": [LINEAR, FULL]}, "is not a list of num_hidden_layers=4 types"),
+            ({"mlp_layer_types": ["dense"] * 3}, "is not 4 times 'dense' or 'sparse'"),
+            ({**KIMI_HUB, "linear_attn_config": KDA_TWICE}, "are not the layers from 1 to num_hidden_layers=4, each"),
+        ],
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
