@@ -81,8 +81,8 @@ FAMILIES = {
     **dict.fromkeys("gemma2 gemma3 gemma3_text".split(), "GemmaTokenizer"),
     **dict.fromkeys(
         """
-        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoehybrid internlm2 internlm3 minimax minimax_m2
-        ministral3 mistral mistral3 mixtral olmo2 olmo3 phi3
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoehybrid internlm2 internlm3 kimi_linear minimax
+        minimax_m2 ministral3 mistral mistral3 mixtral olmo2 olmo3 phi3
         """.split(),
         "",
     ),

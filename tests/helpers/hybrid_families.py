@@ -366,7 +366,6 @@ HYBRID = {
     ),
     "kimi_linear": Family(
         "KimiLinearForCausalLM",
-        tolerance=CHUNKED,
         sizes=KIMI,
         variants=[
             {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]},

@@ -44,6 +44,9 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
         for key, values_by_layer in values.items()
         if isinstance(values_by_layer, list | str) and len(values_by_layer) == num_layers
     }
+    if section := values.get("linear_attn_config"):  # numbers of layers, from 1 on
+        numbers = {key: [n for n in section[key] if n <= NUM_LAYERS] for key in ("full_attn_layers", "kda_layers")}
+        lists["linear_attn_config"] = section | numbers
     return values | lists | {"num_hidden_layers": NUM_LAYERS}
 
 
