@@ -18,6 +18,7 @@ from models.formats.gguf.recurrent_config import (
     falcon_h1,
     granite,
     granite_hybrid,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     mamba2,
@@ -360,7 +361,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 
 
 ARRAYS = {
-    **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid"), (KEY_HEADS,)),
+    **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
 }
@@ -379,6 +380,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gpt2": _gpt2,
     "bloom": _bloom,
+    "kimi-linear": kimi_linear,
     "lfm2": lfm2,
     "lfm2moe": lfm2_moe,
     "qwen3next": qwen35_moe,

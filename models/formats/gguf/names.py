@@ -31,7 +31,7 @@ class TensorLayout:
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
     depthwise: tuple[str, ...] = ()
-    """Modules whose weight is [C, K] in the file and [C, 1, K] in Hugging Face's layout."""
+    """Modules whose weight is [C, K] or [1, C, 1, K] in the file and [C, 1, K] in Hugging Face's layout."""
     flat: tuple[str, ...] = ()
     """Suffixes of the names of vectors that are matrices in the file."""
     stacked: Mapping[tuple[str, ...], str] = field(default_factory=dict)
@@ -288,6 +288,25 @@ QWEN3_NEXT = replace(
     stacked={("attn_qkv", "attn_gate"): "linear_attn.in_proj_qkvz"},
 )
 """For writing. Its files are read as Qwen3.5-MoE's, whose projections are separate."""
+KIMI_LINEAR = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **DEEPSEEK.in_layer,
+        **ATTENTION,
+        **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+        **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_a": "self_attn.A_log",
+        "ssm_dt.bias": "self_attn.dt_bias",
+        "ssm_norm": "self_attn.o_norm",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        **{f"{name}_shexp": f"block_sparse_moe.shared_experts.{hf_name}" for name, hf_name in GATED_MLP.items()},
+    },
+    in_expert=LFM2_EXPERT,
+    experts="block_sparse_moe.experts",
+    depthwise=("q_conv1d", "k_conv1d", "v_conv1d"),
+)
 SSM = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
@@ -384,6 +403,7 @@ LAYOUTS = {
     "deepseek_v3": DEEPSEEK,
     "gpt2": GPT2,
     "bloom": BLOOM,
+    "kimi_linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2_moe": LFM2,
 }

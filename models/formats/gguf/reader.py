@@ -132,7 +132,7 @@ class GGUFWeights:
             return torch.from_numpy(read_bytes(source)).view(self.shapes[name])
         tensor = read_tensor(source)
         if self._is_depthwise(name):
-            return tensor.unsqueeze(1)
+            return tensor.reshape(self._shape(name, source))
         if name.endswith(self._layout.flat):
             return tensor.flatten()
         return tensor.T if self._is_transposed(name) else tensor
@@ -153,8 +153,8 @@ class GGUFWeights:
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:
         if name.endswith(".blocks"):
             return source.shape[0], source.num_bytes // source.shape[0]
-        if self._is_depthwise(name) and len(source.shape) == 2:
-            return source.shape[0], 1, source.shape[1]
+        if self._is_depthwise(name):
+            return math.prod(source.shape[:-1]), 1, source.shape[-1]
         if name.endswith(self._layout.flat):
             return (math.prod(source.shape),)
         return source.shape[::-1] if self._is_transposed(name) else source.shape

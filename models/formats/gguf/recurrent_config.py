@@ -75,6 +75,49 @@ def lfm2_moe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def kimi_linear(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Kimi Linear. Layers without key heads are Kimi Delta Attention, with as many heads as attention.
+
+    llama.cpp always normalises the weights of a token's experts to a sum of 1.
+    """
+    read, num_layers = file.read, file.read.count("block_count")
+    read.expect("expert_gating_func", (SIGMOID, None), None)
+    for key in ("attention.key_length", "attention.value_length", "rope.freq_base"):
+        read.raw(key)  # of the latent, and without effect
+    heads, rotary_dim = read.count("attention.head_count"), read.count("rope.dimension_count")
+    has_keys = _key_heads(file, "kimi-linear", num_layers)[1]
+    if (key_length := read.count("attention.key_length_mla")) <= rotary_dim:
+        problem = f"{file.header.path}: attention.key_length_mla={key_length}"
+        raise UserError(f"{problem} is not above rope.dimension_count={rotary_dim}")
+    return {
+        "model_type": "kimi_linear",
+        "hidden_size": read.count("embedding_length"),
+        "intermediate_size": read.count("feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "q_lora_rank": read.get("attention.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": read.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_length - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "v_head_dim": read.count("attention.value_length_mla"),
+        "rms_norm_eps": read.positive(RMS_EPS),
+        "model_max_length": read.count("context_length"),
+        "layer_types": ["full_attention" if has_key else "linear_attention" for has_key in has_keys],
+        "linear_num_heads": heads,
+        "linear_head_dim": read.count("kda.head_dim"),
+        "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
+        "first_k_dense_replace": read.get("leading_dense_block_count", int, 0),
+        "num_experts": read.count("expert_count"),
+        "num_experts_per_token": read.count("expert_used_count"),
+        "num_shared_experts": read.count("expert_shared_count"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "num_expert_group": read.count("expert_group_count", 1),
+        "topk_group": read.count("expert_group_used_count", 1),
+        "moe_renormalize": read.get("expert_weights_norm", bool, True),
+        "routed_scaling_factor": read.get("expert_weights_scale", float, 0.0) or 1.0,
+    }
+
+
 def qwen35(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
     """Return the keys of Qwen3.5. The file's last layers may be for multi-token prediction, which is not loaded."""
     read, shape = file.read, decoder_shape(file, inner_size)

@@ -4,6 +4,7 @@ own libraries."""
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import sentencepiece
 import torch
 import transformers
 from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -25,6 +27,7 @@ from models.formats.gguf.recurrent_config import OF_HYBRIDS
 from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import ROWS, link
+from tests.helpers.family import FULL
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
@@ -54,6 +57,7 @@ WRITTEN = {
 }
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
 READ_ONLY = {
+    "kimi linear": ("kimi_linear", 0),
     "nemotron mixture": ("nemotron_h", 1),
     "falcon h1": ("falcon_h1", 0),
     "falcon h1 norm": ("falcon_h1", 1),
@@ -134,7 +138,7 @@ def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
 
 
 def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json whose values differ in the files of IBM and NVIDIA."""
+    """Return the keys of config.json whose values differ in the files of IBM, NVIDIA and Moonshot AI."""
     if family == "granitemoehybrid":
         return {"num_experts_per_tok": 0, **settings}
     if family == "nemotron_h":
@@ -142,7 +146,17 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         pattern = "".join(letters[kind] for kind in settings["layers_block_type"])
         layers = {"hybrid_override_pattern": pattern, "layers_block_type": None, "num_hidden_layers": len(pattern)}
         return {**layers, "rms_norm_eps": 1e-5}
+    if family == "kimi_linear":
+        full = [number for number, kind in enumerate(settings["layer_types"], 1) if kind == FULL]
+        sizes = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
+        return {"linear_attn_config": {**sizes, "full_attn_layers": full}, "first_k_dense_replace": 1}
     return {}
+
+
+def rename_dense_layers(file: Path) -> None:
+    """Give dense layers of Kimi Linear the names of the hub's files. transformers writes the names of mixtures."""
+    tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
@@ -159,6 +173,8 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             row = (HYBRID | ROWS)[family]
             references[name] = row.write(folder, **row.variants[variant])
             in_hub_file = as_published(family, row.variants[variant])
+            if family == "kimi_linear":
+                rename_dense_layers(folder / "model.safetensors")
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none
