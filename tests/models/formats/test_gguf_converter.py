@@ -149,7 +149,8 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     if family == "kimi_linear":
         full = [number for number, kind in enumerate(settings["layer_types"], 1) if kind == FULL]
         sizes = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
-        return {"linear_attn_config": {**sizes, "full_attn_layers": full}, "first_k_dense_replace": 1}
+        published = {"first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"}
+        return published | {"linear_attn_config": {**sizes, "full_attn_layers": full}}
     return {}
 
 
