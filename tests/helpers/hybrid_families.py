@@ -1,7 +1,11 @@
 """The table of architectures with recurrent layers: one row per architecture."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.family import BASE, FULL, LEFT_OUT, NOT_SILU, THREE_KEYS, Family
 
@@ -162,6 +166,13 @@ KIMI_HUB = {  # the keys of Moonshot AI's files
     "use_grouped_topk": True,
 }
 KDA_TWICE = {**KIMI_HUB["linear_attn_config"], "kda_layers": [1, 2, 3, 4]}  # type: ignore[dict-item]
+
+
+def rename_dense_layers(file: Path) -> None:
+    """Give dense layers of Kimi Linear the names of the hub's files. transformers writes the names of mixtures."""
+    tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+
 
 HYBRID = {
     "granitemoehybrid": Family(

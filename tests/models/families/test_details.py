@@ -24,6 +24,7 @@ from tests.helpers.cases import each
 from tests.helpers.catalog import ROWS
 from tests.helpers.dense_families import SCALED
 from tests.helpers.family import FULL, SLIDING
+from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
 from tests.helpers.oracle import assert_equals_transformers, random_prompts
 
 
@@ -49,6 +50,15 @@ def test_gemmas_norm_equals_transformers_in_bfloat16() -> None:
     ours.weight = theirs.weight
     x = torch.randn(7, 48, generator=generator).bfloat16()
     assert torch.equal(ours(x), theirs(x))
+
+
+def test_dense_layers_of_kimi_linear_have_either_name(tmp_path: Path) -> None:
+    row, prompt = HYBRID["kimi_linear"], [5, 6, 7]
+    row.write(tmp_path, **row.variants[0])
+    expected = all_logits(engine_of(tmp_path), prompt)
+    rename_dense_layers(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    assert all_logits(engine_of(tmp_path), prompt).equal(expected)
 
 
 def test_settings_of_gemma3s_first_files(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ own libraries."""
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import sentencepiece
 import torch
 import transformers
 from gguf import GGUFReader
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -29,7 +27,7 @@ from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import ROWS, link
 from tests.helpers.family import FULL
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
-from tests.helpers.hybrid_families import HYBRID
+from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
 from tests.helpers.real_tokenizers import NPM, REAL
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
@@ -152,12 +150,6 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         published = {"first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"}
         return published | {"linear_attn_config": {**sizes, "full_attn_layers": full}}
     return {}
-
-
-def rename_dense_layers(file: Path) -> None:
-    """Give dense layers of Kimi Linear the names of the hub's files. transformers writes the names of mixtures."""
-    tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): t for name, t in load_file(file).items()}
-    save_file(tensors, file, {"format": "pt"})
 
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:

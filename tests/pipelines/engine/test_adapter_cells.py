@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
@@ -48,6 +50,7 @@ from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
 from tests.helpers.conversion import convert
 from tests.helpers.deepseek import SMALL as DEEPSEEK
+from tests.helpers.hybrid_families import KIMI
 from tests.helpers.quantized_models import CACHES, SCHEMES, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_adapters import write_random_adapter
 from tests.helpers.tiers import in_turn, tiers
@@ -74,6 +77,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str]]] 
         Lfm2ForCausalLM,
         lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
         ["in_proj", "out_proj", "q_proj", "w1", "w2"],
+    ),
+    "kimi_linear": (
+        KimiLinearForCausalLM,
+        lambda: KimiLinearConfig(**KIMI, layer_types=["linear_attention", "full_attention"] * 2),
+        ["q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj", "kv_a_proj_with_mqa", "o_proj"],
     ),
 }
 MIXED: Rows = [
