@@ -42,7 +42,9 @@ def gated_delta(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         steps = softplus(decay[t].float() + decay_bias).view(len(decay_log), -1, 1)  # [H, 1 or N, 1]
         m = (-decay_log.exp()[:, None, None] * steps).exp() * m
-        delta = write_gate[t].float().sigmoid()[:, None] * (v.view(len(decay_log), value_channels) - (k[..., None] * m).sum(1))
+        delta = write_gate[t].float().sigmoid()[:, None] * (
+            v.view(len(decay_log), value_channels) - (k[..., None] * m).sum(1)
+        )
         m = m + k[..., None] * delta[:, None]
         out[t] = ((q[..., None] * m).sum(1) * num_keys**-0.5).flatten()
         return m
