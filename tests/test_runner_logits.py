@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(build.library() is None, reason="the kernels are not built here"),
     pytest.mark.long,  # compiling the program takes 14 s
 ]
+RECURRENT = "lfm2", "bamba", "granitemoehybrid", "mamba2", "nemotron_h"
 STEPS = [[[*range(3, 43)], [9], [9], [10]], [[8], [9, 10, 11], [*range(20, 50)]]]
 
 
@@ -39,7 +40,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @each(
     "family, dtype, quant",
-    [("llama3", DType.bfloat16, FLOATS), *product(["lfm2"], [DType.float32, DType.bfloat16], [FLOATS, INT8])],
+    [("llama3", DType.bfloat16, FLOATS), *product([*RECURRENT], [DType.float32, DType.bfloat16], [FLOATS, INT8])],
 )
 def test_logits_have_the_bits_of_the_model(
     family: str, dtype: DType, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <map>
 
 #include "../../../kernels/kv_format.h"
@@ -202,6 +203,8 @@ class Graph {
       for (const Json &item : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", item}}} : item));
       return {list};
     }
+    if (kind == "as_float" && std::holds_alternative<std::string>(value.value) && value.text() == "Infinity")
+      return {std::numeric_limits<double>::infinity()};
     for (const char *plain : {"as_int", "as_ints", "as_float", "as_bool", "as_bools", "as_string", "as_scalar_type"})
       if (kind == plain) return value;
     throw Refused("an argument of the kind " + kind + " is not supported");

@@ -137,6 +137,15 @@ void relu(Step &step) {
   set_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
 }
 
+// Combines the numbers of `self` with a number, or with the numbers of a tensor of the same shape.
+template <class Combine> void set_combined(Step &step, const Combine &combine) {
+  const Tensor &x = step.tensor("self");
+  if (!step["other"].is_tensor())
+    return set_each(step, x, [&, number = step.number("other", 0)](float left, size_t) { return combine(left, number); });
+  const std::vector<float> others = to_floats(checked_tensor(&step.tensor("other"), x.type, x.shape));
+  set_each(step, x, [&](float left, size_t i) { return combine(left, others[i]); });
+}
+
 void add(Step &step) {
   const Tensor &x = step.tensor("self");
   if (x.type == Type::int64) {  // positions with an offset
@@ -145,8 +154,13 @@ void add(Step &step) {
     for (int64_t i = 0; i < x.count(); ++i) out.as<uint64_t>()[i] = x.as<uint64_t>()[i] + addend;
     return step.set_result(0, out);
   }
-  const std::vector<float> addends = to_floats(checked_tensor(&step.tensor("other"), x.type, x.shape));
-  set_each(step, x, [&](float number, size_t i) { return number + addends[i]; });
+  set_combined(step, [](float left, float right) { return left + right; });
+}
+void mul(Step &step) {
+  set_combined(step, [](float left, float right) { return left * right; });
+}
+void div(Step &step) {
+  set_combined(step, [](float left, float right) { return left / right; });
 }
 
 // ---- norms, activations and rotary embedding
@@ -186,6 +200,16 @@ void swiglu(Step &step) {
   const Tensor &gate = step.tensor("gate"), up = checked_tensor(&step.tensor("up"), gate.type, gate.shape), out = like(gate);
   require_fit(gate.rank() == 2 && gate.count() > 0);
   call_kernel("swiglu", gate.data, up.data, out.data, dtype_of(gate.type), gate.shape[0], gate.shape[1], gate.shape[1], gate.shape[1]);
+  step.set_result(0, out);
+}
+
+void gated_rms_norm(Step &step) {
+  const Tensor &x = step.tensor("x"), gate = checked_tensor(&step.tensor("gate"), x.type, x.shape), out = like(x);
+  const int64_t group_size = step["group_size"].integer();
+  require_fit(x.rank() == 2 && x.count() > 0 && group_size > 0 && x.last() % group_size == 0);
+  const Tensor weight = checked_tensor(&step.tensor("weight"), x.type, {x.last()});
+  call_kernel("gated_rms_norm", x.data, gate.data, weight.data, out.data, dtype_of(x.type), x.shape[0], x.last(), x.last(), x.last(), group_size,
+              step.number("eps", 0));
   step.set_result(0, out);
 }
 
@@ -265,17 +289,44 @@ void paged_attention(Step &step) {
   step.set_result(0, out);
 }
 
-// The slots that it reads and writes are -1 or 0, and a state has slot 0.
+// The state and the new tokens of the only sequence. The slots that it reads and writes are -1 or 0; a state has slot 0.
+struct Sequence {
+  Tensor states, starts, reads, writes, ends;
+  int64_t num_tokens;
+
+  explicit Sequence(Step &step)
+      : states(step.state("states")), starts(step.field("query_starts", QUERY_STARTS)), reads(step.field("reads", STATE_READS)),
+        writes(step.field("writes", STATE_WRITES)), ends(step.field("ends", STATE_ENDS)), num_tokens(starts.as<int64_t>()[1]) {}
+};
+
 void short_conv(Step &step) {
-  const Tensor &starts = step.field("query_starts", QUERY_STARTS), &reads = step.field("reads", STATE_READS);
-  const Tensor &writes = step.field("writes", STATE_WRITES), &ends = step.field("ends", STATE_ENDS), &states = step.state("states");
+  const auto [states, starts, reads, writes, ends, num_tokens] = Sequence(step);
   const Tensor projected = step.tensor("projected"), weight = step.tensor("weight");
   require_fit(weight.rank() == 2 && projected.rank() == 2 && weight.shape[0] > 1 && weight.shape[1] > 0 && weight.type == states.type);
-  const int64_t num_taps = weight.shape[0], channels = weight.shape[1], num_tokens = starts.as<int64_t>()[reads.shape[0]];
+  const int64_t num_taps = weight.shape[0], channels = weight.shape[1];
   require_fit(is_of(projected, weight.type, {num_tokens, (projected.last() == 3 * channels ? 3 : 1) * channels}) && states.shape == Sizes{1, num_taps - 1, channels});
   const Tensor bias = checked_tensor(step.optional("bias"), weight.type, {channels}), out = empty(weight.type, {num_tokens, channels});
   call_kernel("short_conv", projected.data, weight.data, bias.data, states.data, starts.data, reads.data, writes.data, ends.data, out.data,
-              dtype_of(weight.type), projected.last() == 3 * channels, reads.shape[0], num_taps, channels);
+              dtype_of(weight.type), projected.last() == 3 * channels, int64_t{1}, num_taps, channels);
+  step.set_result(0, out);
+}
+
+// The shapes bound head_channels and num_heads before they are multiplied.
+void ssd(Step &step) {
+  const auto [states, starts, reads, writes, ends, num_tokens] = Sequence(step);
+  constexpr int64_t COLUMNS = 32, MAX_ROWS = 256;  // of a panel (kernels/state_panels)
+  const int64_t head_channels = step["head_channels"].integer(), group = step["group"].integer();
+  require_fit(states.type == Type::float32 && states.rank() == 5 && head_channels > 0 && group > 0);
+  const int64_t num_heads = states.shape[1], num_panels = states.shape[2], rows = states.shape[3];
+  require_fit(num_heads > 0 && num_panels == (head_channels - 1) / COLUMNS + 1 && rows > 0 && rows <= MAX_ROWS && states.last() == COLUMNS);
+  const Tensor xbc = step.tensor("xbc"), dt = checked_tensor(&step.tensor("dt"), xbc.type, {num_tokens, num_heads});
+  const int64_t size = num_heads * head_channels, num_groups = xbc.rank() == 2 ? (xbc.last() - size) / (2 * rows) : 0;
+  require_fit(num_groups > 0 && (num_heads - 1) / group < num_groups && is_of(xbc, xbc.type, {num_tokens, size + 2 * num_groups * rows}));
+  Tensor of_heads[3], out = empty(xbc.type, {num_tokens, size});
+  for (size_t i = 0; const char *name : {"dt_bias", "decay_log", "skip"}) of_heads[i++] = checked_tensor(&step.tensor(name), Type::float32, {num_heads});
+  call_kernel("ssd", xbc.data, dt.data, of_heads[0].data, of_heads[1].data, of_heads[2].data, states.data, starts.data, reads.data, writes.data,
+              ends.data, out.data, dtype_of(xbc.type), int64_t{1}, num_heads, num_groups, rows, head_channels, group, step.number("min_step", 0),
+              step.number("max_step", 0));
   step.set_result(0, out);
 }
 
@@ -413,10 +464,10 @@ Operator find_operator(const std::string &target) {
   static const std::map<std::string, Operator> OPERATORS = {
       {"aten.embedding.default", embedding}, {"aten.index.Tensor", index}, {"aten.unflatten.int", unflatten}, {"aten.flatten.using_ints", flatten},
       {"aten.unbind.int", unbind}, {"aten.split_with_sizes.default", split_with_sizes}, {"aten.chunk.default", chunk},
-      {"aten.narrow.default", narrow_part}, {"aten.add.Tensor", add}, {"aten.relu.default", relu}, {"quintet.rms_norm.default", rms_norm},
+      {"aten.narrow.default", narrow_part}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
       {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
-      {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv},
+      {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv}, {"quintet.ssd.default", ssd}, {"quintet.gated_rms_norm.default", gated_rms_norm},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear},
       {"quintet.take_rows.default", take_rows}};
   constexpr std::string_view LIBRARIES = "torch.ops.";
