@@ -206,10 +206,11 @@ void swiglu(Step &step) {
 void gated_rms_norm(Step &step) {
   const Tensor &x = step.tensor("x"), gate = checked_tensor(&step.tensor("gate"), x.type, x.shape), out = like(x);
   const int64_t group_size = step["group_size"].integer();
+  const bool gates_output = step.find("gates_output") && step["gates_output"].flag();
   require_fit(x.rank() == 2 && x.count() > 0 && group_size > 0 && x.last() % group_size == 0);
   const Tensor weight = checked_tensor(&step.tensor("weight"), x.type, {x.last()});
   call_kernel("gated_rms_norm", x.data, gate.data, weight.data, out.data, dtype_of(x.type), x.shape[0], x.last(), x.last(), x.last(), group_size,
-              step.number("eps", 0));
+              step.number("eps", 0), gates_output);
   step.set_result(0, out);
 }
 
