@@ -88,17 +88,16 @@ def read_decoder_config(
     rms_norm_eps: float | None = None,
     max_position_embeddings: int | None = None,
     read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
-    activation: str = "silu",
+    activations: tuple[str, ...] = ("silu",),
     intermediate_size: int | None = None,
 ) -> DecoderConfig:
     """Read the keys that these architectures share.
 
     rms_norm_eps, max_position_embeddings, intermediate_size: the defaults of architectures whose files may lack these
-    keys.
-    `read_rotary` takes the arguments of `read_rotary_config`. Raises UserError for a missing key, a wrong type or an
-    unsupported value.
+    keys. `read_rotary` takes the arguments of `read_rotary_config`. `activations`: the supported values of hidden_act,
+    the default first. Raises UserError for a missing key, a wrong type or an unsupported value.
     """
-    config.activation((activation,), activation)
+    config.activation(activations, activations[0])
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)

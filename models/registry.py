@@ -59,6 +59,7 @@ def _named(name: str) -> Any:
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 
 ARCHITECTURES = {
+    "arcee": Architecture("Arcee AFM", "arcee.read_config", "arcee.Arcee"),
     "baichuan": Architecture(
         "Baichuan 7B and 13B, Baichuan2 7B and 13B",
         "baichuan.read_config",
@@ -68,15 +69,19 @@ ARCHITECTURES = {
     "bamba": Architecture("Bamba", "bamba.read_config", "bamba.Bamba"),
     "bloom": Architecture("BLOOM", "bloom.read_config", "bloom.Bloom"),
     "chatglm": Architecture("ChatGLM-6B", "chatglm.read_config", "chatglm.ChatGLM", INV_FREQ),
+    "cohere": Architecture("Command R, Command R+, Aya", "cohere.read_config", "cohere.Cohere", INV_FREQ),
     "cohere2": Architecture("Command R7B, Command A", "cohere2.read_config", "cohere2.Cohere2"),
+    "cwm": Architecture("Code World Model", "cwm.read_config", "cwm.Cwm"),
     "deepseek_v2": Architecture("DeepSeek-V2", "deepseek_config.read_config_v2", "deepseek.Deepseek", INV_FREQ),
     "deepseek_v3": Architecture("DeepSeek-V3, R1", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
+    "dots1": Architecture("dots.llm1", "dots1.read_config", "glm4_moe.Glm4Moe"),
     "ernie3_5": Architecture("Ernie 3.5 SE, in PaddleNLP's layout", "ernie3_5.read_config", "ernie3_5.Ernie35"),
     "ernie4_5": Architecture("Ernie 4.5", "ernie4_5.read_config", "ernie4_5.Ernie45"),
     "ernie4_5_moe": Architecture("Ernie 4.5 MoE", "ernie4_5_moe.read_config", "ernie4_5_moe.Ernie45Moe"),
     "exaone4": Architecture("EXAONE 4", "exaone4.read_config", "exaone4.Exaone4"),
     "falcon": Architecture("Falcon", "falcon.read_config", "falcon.Falcon", INV_FREQ),
     "falcon_h1": Architecture("Falcon-H1", "falcon_h1_config.read_config", "falcon_h1.FalconH1"),
+    "gemma": Architecture("Gemma 1, CodeGemma", "gemma.read_config", "gemma.Gemma", INV_FREQ),
     "gemma2": Architecture("Gemma 2", "gemma2.read_config", "gemma2.Gemma2", INV_FREQ),
     "gemma3_text": Architecture("Gemma 3", "gemma3.read_config", "gemma3.Gemma3", INV_FREQ),
     "glm": Architecture("GLM-4-9B", "glm.read_config", "glm.Glm", INV_FREQ),
@@ -91,7 +96,11 @@ ARCHITECTURES = {
         ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
     ),
     "granite": Architecture("Granite 3", "granite.read_config", "granite.Granite"),
+    "granitemoe": Architecture("Granite 3 MoE", "granite_moe.read_config", "granite_moe.GraniteMoe"),
     "granitemoehybrid": Architecture("Granite 4", "granite_hybrid.read_config", "granite_hybrid.GraniteHybrid"),
+    "granitemoeshared": Architecture(
+        "Granite 4 preview, MoE with a shared part", "granite_moe.read_config", "granite_moe.GraniteMoe"
+    ),
     "internlm2": Architecture("InternLM2, 2.5", "internlm2.read_config", "internlm2.InternLM2", INV_FREQ),
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
     "kimi_k2": Architecture("Kimi K2", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
@@ -112,6 +121,7 @@ ARCHITECTURES = {
     "nemotron_h": Architecture("Nemotron-H, Nemotron Nano 2, 3", "nemotron_h.read_config", "nemotron_h.NemotronH"),
     "olmo2": Architecture("OLMo 2", "olmo2.read_config", "olmo2.Olmo2"),
     "olmo3": Architecture("OLMo 3", "olmo3.read_config", "olmo3.Olmo3"),
+    "olmoe": Architecture("OLMoE", "olmoe.read_config", "olmoe.Olmoe"),
     "opt": Architecture("OPT, Galactica", "opt.read_config", "opt.OPT"),
     "phi": Architecture("Phi-1, Phi-1.5, Phi-2", "phi.read_config", "phi.Phi", INV_FREQ),
     "phi3": Architecture("Phi-3, Phi-4", "phi3.read_config", "phi3.Phi3", INV_FREQ),
@@ -124,6 +134,7 @@ ARCHITECTURES = {
     "qwen3_5_text": Architecture("Qwen3.5, Qwen3.6", "qwen3_5.read_config", "qwen3_5.Qwen35"),
     "qwen3_next": Architecture("Qwen3-Next", "qwen3_next_config.read_mixtures", "qwen3_next.Qwen3Next"),
     "seed_oss": Architecture("Seed-OSS", "seed_oss.read_config", "seed_oss.SeedOss"),
+    "stablelm": Architecture("StableLM, StableLM 2", "stablelm.read_config", "stablelm.StableLm", INV_FREQ),
     "starcoder2": Architecture("StarCoder 2", "starcoder2.read_config", "starcoder2.Starcoder2"),
     "smollm3": Architecture("SmolLM3", "smollm3.read_config", "smollm3.SmolLM3"),
     "telechat": Architecture("TeleChat, TeleChat2", "telechat.read_config", "telechat.TeleChat", INV_FREQ),

@@ -5,6 +5,7 @@ encoding.
 T tokens, E hidden channels.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.decoder import InterleavedRopeAttention, NoPEAttention, WindowedConfig, read_decoder_config
+from models.decoder import (
+    Attention,
+    DecoderConfig,
+    InterleavedRopeAttention,
+    NoPEAttention,
+    WindowedConfig,
+    read_decoder_config,
+)
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
 from models.layers.embedding import Embedding
@@ -36,21 +44,30 @@ FORM = {  # the form of the model in Cohere's own files
 
 
 @dataclass(frozen=True)
-class Cohere2Config(WindowedConfig):
+class CohereShape(DecoderConfig):
     """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     attention_bias: bool
     logit_scale: float
 
 
+@dataclass(frozen=True)
+class Cohere2Config(CohereShape, WindowedConfig):
+    pass
+
+
 def read_config(config: ConfigReader) -> Cohere2Config:
     """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
-    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
-    config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
     config.raw("use_parallel_embedding")  # a training setting
     for key, value in FORM.items():
         config.expect(key, (None, value), None)
-    return Cohere2Config(
+    return Cohere2Config(**vars(read_shape(config)), windows=read_patterned_windows(config, full_every=4))
+
+
+def read_shape(config: ConfigReader) -> CohereShape:
+    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
+    config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
+    return CohereShape(
         **vars(shape)
         | {
             "rms_norm_eps": config.positive("layer_norm_eps", 1e-5),
@@ -58,18 +75,16 @@ def read_config(config: ConfigReader) -> Cohere2Config:
         },
         attention_bias=config.get("attention_bias", bool, False),
         logit_scale=config.positive("logit_scale", 0.0625),
-        windows=read_patterned_windows(config, full_every=4),
     )
 
 
 class DecoderLayer(Module):
     """y = x + attention(norm(x)) + mlp(norm(x))."""
 
-    def __init__(self, c: Cohere2Config, window: int | None) -> None:
+    def __init__(self, c: CohereShape, attention: Attention) -> None:
         super().__init__()
-        attention = NoPEAttention if window is None else InterleavedRopeAttention
         self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
-        self.self_attn = attention(c, window, c.attention_bias, c.attention_bias)
+        self.self_attn = attention
         self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
@@ -79,23 +94,35 @@ class DecoderLayer(Module):
 
 
 class Decoder(Module):
-    def __init__(self, c: Cohere2Config) -> None:
+    def __init__(self, c: CohereShape, attentions: Iterable[Attention]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
+        self.layers = nn.ModuleList(DecoderLayer(c, attention) for attention in attentions)
         self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
 
 
-class Cohere2(CausalLM):
+class CohereLM(CausalLM):
+    """The model of Command R and its successors."""
+
     layout = ModelLayout(
         norms=("input_layernorm",),
     )
 
-    def __init__(self, c: Cohere2Config) -> None:
+    def __init__(self, c: CohereShape, attentions: Iterable[Attention]) -> None:
         super().__init__(c)
-        self.model = Decoder(c)
+        self.model = Decoder(c, attentions)
         self.lm_head = ScaledHead(self.model.embed_tokens, c.tie_word_embeddings, 1 / c.logit_scale)
         self.rotary = RotaryEmbedding(c.rotary)
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
         return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+
+
+class Cohere2(CohereLM):
+    def __init__(self, c: Cohere2Config) -> None:
+        super().__init__(c, (_attention(c, window) for window in c.windows))
+
+
+def _attention(c: Cohere2Config, window: int | None) -> Attention:
+    attention = NoPEAttention if window is None else InterleavedRopeAttention
+    return attention(c, window, c.attention_bias, c.attention_bias)

@@ -77,17 +77,21 @@ def read_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...
 
     Every `full_every`th layer has full attention, unless `layer_types` is present.
     """
-    num_layers, types = config.num_layers(), config.raw("layer_types")
-    if types is None:
-        types = [SLIDING if i % full_every else FULL for i in range(1, num_layers + 1)]
+    types = [SLIDING if i % full_every else FULL for i in range(1, config.num_layers() + 1)]
+    return layer_windows(config, types, 4096)
+
+
+def layer_windows(config: ConfigReader, types: list[str], length: int) -> tuple[int | None, ...]:
+    """Return windows as `read_windows` does. `types`, `length`: the defaults of layer_types and sliding_window."""
+    num_layers, types = len(types), config.raw("layer_types") or types
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
         raise UserError(f"config.json: layer_types={types!r} is not {num_layers} times {SLIDING!r} or {FULL!r}")
     if SLIDING not in types:
         config.raw("sliding_window")
         return (None,) * num_layers
-    if config.raw("sliding_window", 4096) is None:
+    if config.raw("sliding_window", length) is None:
         raise UserError("config.json: sliding_window is null, but layers slide: give its length, or layer_types")
-    window = config.count("sliding_window", 4096)
+    window = config.count("sliding_window", length)
     return tuple(window if kind == SLIDING else None for kind in types)
 
 

@@ -44,18 +44,23 @@ class Attention(decoder.Attention):
     Each rank computes all queries and keys, and attends with its own heads.
     """
 
+    norm_weight_offset: float | None = IN_FLOAT32
+
     def __init__(self, c: Olmo2Config, window: int | None = None) -> None:
         super().__init__(c, window, qkv_bias=c.attention_bias, o_bias=c.attention_bias)
-        self.q_norm = RMSNorm(c.num_attention_heads * c.head_dim, c.rms_norm_eps, IN_FLOAT32)
-        self.k_norm = RMSNorm(c.num_key_value_heads * c.head_dim, c.rms_norm_eps, IN_FLOAT32)
+        self.q_norm = RMSNorm(c.num_attention_heads * c.head_dim, c.rms_norm_eps, self.norm_weight_offset)
+        self.k_norm = RMSNorm(c.num_key_value_heads * c.head_dim, c.rms_norm_eps, self.norm_weight_offset)
+
+    def normed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as they are before the rotation."""
+        return self.q_norm(query.flatten(1)).view(query.shape), self.k_norm(key.flatten(1)).view(key.shape), value
 
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
         """`query` and `key` are of the whole layer, `value` is of this rank."""
         heads = self.heads
-        query = self.q_norm(query.flatten(1)).view(query.shape)
-        key = self.k_norm(key.flatten(1)).view(key.shape)
+        query, key, value = self.normed(query, key, value)
         query = query.narrow(1, heads.first, heads.num_attention_heads)  # [T, H, D]
         key = heads.slice_keys(key, 1)  # [T, G, D]
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)

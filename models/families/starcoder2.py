@@ -52,7 +52,9 @@ def read_config(config: ConfigReader) -> Starcoder2Config:
         config.raw(key)
     config.expect("mlp_type", (None, "default"), None)
     config.expect("norm_type", (None, "layer_norm"), None)
-    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=4096, activation="gelu_pytorch_tanh")
+    shape = read_decoder_config(
+        config, rms_norm_eps=1e-5, max_position_embeddings=4096, activations=("gelu_pytorch_tanh",)
+    )
     return Starcoder2Config(
         **vars(shape)
         | {

@@ -24,6 +24,11 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
 }
 MIXTURE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "num_hidden_layers": 5}
+GRANITE_MOE = {
+    **{"num_hidden_layers": 12, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4},
+    **{"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "logits_scaling": 6.0},
+    **{"residual_multiplier": 0.22, "tie_word_embeddings": True, "vocab_size": 49155},
+}
 DEEPSEEK: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 5472,
@@ -151,6 +156,18 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     },
     "exaone4": {**LLAMA, "sliding_window": 4096, "vocab_size": 102400},
     "falcon": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "vocab_size": 65024},
+    "arcee": {**LLAMA, "vocab_size": 128004},
+    "cohere": {**LLAMA, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "vocab_size": 128000},
+    "cwm": {**LLAMA, "head_dim": 128, "sliding_window": 8192, "vocab_size": 128256},
+    "dots1": {
+        **{**LLAMA, "num_hidden_layers": 5, "head_dim": 128, "vocab_size": 152064, "sliding_window": None},
+        **{"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 704},
+    },
+    "gemma": {**LLAMA, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 256000},
+    "granitemoe": {**LLAMA, **GRANITE_MOE},
+    "granitemoeshared": {**LLAMA, **GRANITE_MOE, "shared_intermediate_size": 1024},
+    "olmoe": {**LLAMA, "num_hidden_layers": 8, "intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4},
+    "stablelm": {**LLAMA, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "vocab_size": 100352},
     "falcon_h1": {
         **LLAMA,
         **{"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8},

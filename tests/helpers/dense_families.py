@@ -54,26 +54,33 @@ GLM: dict[str, Any] = {
 }
 
 DENSE = {
-    "cohere2": Family(
-        "Cohere2ForCausalLM",
+    "arcee": Family(
+        "ArceeForCausalLM",
+        variants=[{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 8}],
+        refused=[({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'relu2'"), THREE_KEYS],
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        sizes={**BASE, "head_dim": 16},
         variants=[
-            {"sliding_window": 6, "sliding_window_pattern": 2},
-            {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 0.3},
-            {"tie_word_embeddings": False, "attention_bias": True, "layer_norm_eps": 1e-3},
-            {
-                "layer_types": [FULL, SLIDING],
-                "sliding_window": 9,
-                "num_key_value_heads": 1,
-                "rope_theta": 50000.0,
-            },
+            {"sliding_window": 6, "num_hidden_layers": 5},
+            {"layer_types": [SLIDING, FULL], "sliding_window": 9, "mlp_bias": True},
+        ],
+        read=[({}, {"windows": (None, 8192)})],
+        refused=[NOT_SILU, ({"layer_types": [FULL]}, "layer_types=.* is not 2 times 'sliding_attention' or 'full_att")],
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        sizes={**BASE, "head_dim": 16},
+        variants=[{}, {"head_dim": 40, "num_key_value_heads": 1, "attention_bias": True}],
+        read=[
+            ({"hidden_act": "gelu", "hidden_activation": None}, {"tie_word_embeddings": True}),
+            ({"hidden_activation": "gelu_pytorch_tanh"}, {"context_length": 128}),
         ],
         refused=[
-            NOT_SILU,
-            ({"use_qk_norm": True}, "use_qk_norm=True is not supported: only None, False"),
-            ({"use_parallel_block": False}, "use_parallel_block=False is not supported: only None, True"),
-            ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not supported"),
-            ({"sliding_window": None}, "sliding_window is null, but layers slide: give its length, or layer_types"),
-            ({"logit_scale": 0}, r"logit_scale=0\.0 is not a number from 1e-30"),
+            ({"hidden_act": "relu"}, "hidden_act='relu' is not supported: only 'gelu_pytorch_tanh', 'gelu'"),
+            ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+            ({"head_dim": None}, "head_dim is missing"),
         ],
     ),
     "ernie4_5": Family(

@@ -3,9 +3,64 @@
 from tests.helpers.deepseek import SMALL as DEEPSEEK
 from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, Family
 
+GRANITE = {
+    **BASE,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
 EXPERTS = {
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        sizes={
+            **BASE,
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "sliding_window": None,
+        },
+        variants=[
+            {"first_k_dense_replace": 1},
+            {"n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+            {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        ],
+        read=[({"sliding_window": 8, "max_window_layers": 3}, {"use_qk_norm": True})],
+        refused=[
+            NOT_SILU,
+            ({"sliding_window": 8, "max_window_layers": 2}, "sliding_window is not supported for dots1"),
+            ({"attention_bias": True}, "attention_bias=True is not supported: only False, None"),
+        ],
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        sizes=GRANITE,
+        variants=[{}, {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 1}],
+        refused=[NOT_SILU, ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4")],
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        sizes=GRANITE,
+        variants=[{"shared_intermediate_size": 40}, {}],
+        refused=[NOT_SILU, ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1 is not a number above 0")],
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        sizes={**BASE, "num_experts": 6, "num_experts_per_tok": 2},
+        variants=[
+            {},
+            {"clip_qkv": 0.5, "norm_topk_prob": True, "attention_bias": True},
+            {"num_key_value_heads": 1, "num_experts_per_tok": 6, "tie_word_embeddings": True},
+        ],
+        refused=[NOT_SILU, ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than num_experts=6")],
+    ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
         sizes={**BASE, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32},

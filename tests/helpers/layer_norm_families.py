@@ -1,0 +1,47 @@
+"""The table of dense architectures with LayerNorms and rotary attention: one row per architecture."""
+
+from tests.helpers.family import FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
+
+WITH_LAYER_NORMS = {
+    "cohere": Family(
+        "CohereForCausalLM",
+        variants=[
+            {"use_qk_norm": True, "num_key_value_heads": 4},
+            {"logit_scale": 0.3, "rope_theta": 5e5},
+            {"tie_word_embeddings": False, "attention_bias": True, "layer_norm_eps": 1e-3, "num_key_value_heads": 1},
+        ],
+        refused=[NOT_SILU, THREE_KEYS, ({"logit_scale": 0}, r"logit_scale=0\.0 is not a number from 1e-30")],
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        variants=[
+            {},
+            {"use_qkv_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            {"use_parallel_residual": True, "qk_layernorm": True, "layer_norm_eps": 1e-3},
+            {"qk_layernorm": True, "rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+        ],
+        refused=[NOT_SILU, THREE_KEYS, ({"qk_layernorm": 1}, "qk_layernorm=1 is not of type bool")],
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        variants=[
+            {"sliding_window": 6, "sliding_window_pattern": 2},
+            {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 0.3},
+            {"tie_word_embeddings": False, "attention_bias": True, "layer_norm_eps": 1e-3},
+            {
+                "layer_types": [FULL, SLIDING],
+                "sliding_window": 9,
+                "num_key_value_heads": 1,
+                "rope_theta": 50000.0,
+            },
+        ],
+        refused=[
+            NOT_SILU,
+            ({"use_qk_norm": True}, "use_qk_norm=True is not supported: only None, False"),
+            ({"use_parallel_block": False}, "use_parallel_block=False is not supported: only None, True"),
+            ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not supported"),
+            ({"sliding_window": None}, "sliding_window is null, but layers slide: give its length, or layer_types"),
+            ({"logit_scale": 0}, r"logit_scale=0\.0 is not a number from 1e-30"),
+        ],
+    ),
+}
