@@ -101,8 +101,10 @@ ARCHITECTURES = {
     "granitemoeshared": Architecture(
         "Granite 4 preview, MoE with a shared part", "granite_moe.read_config", "granite_moe.GraniteMoe"
     ),
+    "helium": Architecture("Helium", "helium.read_config", "helium.Helium"),
     "internlm2": Architecture("InternLM2, 2.5", "internlm2.read_config", "internlm2.InternLM2", INV_FREQ),
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
+    "jais2": Architecture("Jais 2", "jais2.read_config", "jais2.Jais2"),
     "kimi_k2": Architecture("Kimi K2", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
     "kimi_linear": Architecture("Kimi Linear", "kimi_linear.read_config", "kimi_linear.KimiLinear"),
     "lfm2": Architecture("LFM2, LFM2.5", "lfm2.read_config", "lfm2.Lfm2"),
@@ -118,7 +120,9 @@ ARCHITECTURES = {
     "ministral3": Architecture("Ministral 3", "ministral3.read_config", "ministral3.Ministral3"),
     "mistral": Architecture("Mistral", "mistral.read_config", "mistral.Mistral"),
     "mixtral": Architecture("Mixtral 8x7B, 8x22B", "mixtral.read_config", "mixtral.Mixtral"),
+    "nemotron": Architecture("Nemotron-4, Minitron", "nemotron.read_config", "nemotron.Nemotron"),
     "nemotron_h": Architecture("Nemotron-H, Nemotron Nano 2, 3", "nemotron_h.read_config", "nemotron_h.NemotronH"),
+    "olmo": Architecture("OLMo", "olmo.read_config", "olmo.Olmo"),
     "olmo2": Architecture("OLMo 2", "olmo2.read_config", "olmo2.Olmo2"),
     "olmo3": Architecture("OLMo 3", "olmo3.read_config", "olmo3.Olmo3"),
     "olmoe": Architecture("OLMoE", "olmoe.read_config", "olmoe.Olmoe"),

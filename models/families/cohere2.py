@@ -2,17 +2,11 @@
 
 Sliding-window layers rotate queries and keys, in pairs of adjacent channels. Full-attention layers have no position
 encoding.
-T tokens, E hidden channels.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from models.batch import Batch, LayerCache
-from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import (
     Attention,
@@ -24,11 +18,9 @@ from models.decoder import (
 )
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
-from models.layers.embedding import Embedding
+from models.layer_norm_decoder import LayerNormLM, ParallelLayer
 from models.layers.mlp import MLP
-from models.layers.module import Module
 from models.layers.norm import LayerNorm
-from models.layers.rotary import Angles, RotaryEmbedding
 from models.layout import ModelLayout
 
 FORM = {  # the form of the model in Cohere's own files
@@ -78,30 +70,7 @@ def read_shape(config: ConfigReader) -> CohereShape:
     )
 
 
-class DecoderLayer(Module):
-    """y = x + attention(norm(x)) + mlp(norm(x))."""
-
-    def __init__(self, c: CohereShape, attention: Attention) -> None:
-        super().__init__()
-        self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
-        self.self_attn = attention
-        self.mlp = MLP(c.hidden_size, c.intermediate_size)
-
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        normed = self.input_layernorm(x)  # floats: in the last layer, attention and feed-forward read different rows
-        x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
-        return x + self.mlp(batch.attending(normed), batch)
-
-
-class Decoder(Module):
-    def __init__(self, c: CohereShape, attentions: Iterable[Attention]) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c, attention) for attention in attentions)
-        self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
-
-
-class CohereLM(CausalLM):
+class CohereLM(LayerNormLM):
     """The model of Command R and its successors."""
 
     layout = ModelLayout(
@@ -109,13 +78,14 @@ class CohereLM(CausalLM):
     )
 
     def __init__(self, c: CohereShape, attentions: Iterable[Attention]) -> None:
-        super().__init__(c)
-        self.model = Decoder(c, attentions)
+        mlps = (MLP(c.hidden_size, c.intermediate_size) for _ in range(c.num_hidden_layers))
+        layers = (ParallelLayer(_norm(c), *parts) for parts in zip(attentions, mlps, strict=False))
+        super().__init__(c, layers, _norm(c))
         self.lm_head = ScaledHead(self.model.embed_tokens, c.tie_word_embeddings, 1 / c.logit_scale)
-        self.rotary = RotaryEmbedding(c.rotary)
 
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
-        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+
+def _norm(c: CohereShape) -> LayerNorm:
+    return LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
 
 
 class Cohere2(CohereLM):

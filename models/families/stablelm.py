@@ -1,6 +1,6 @@
 """StableLM 3B, StableLM 2 (arXiv 2402.17834): Llama with LayerNorms with bias. A quarter of a head's channels rotates.
 
-T tokens, H heads, D channels per head, E hidden channels.
+T tokens, H heads, D channels per head.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from kernels.layer_norm import layer_norm
 from models.batch import Batch, LayerCache
-from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, read_decoder_config
-from models.layers.embedding import Embedding
-from models.layers.linear import make_head
+from models.layer_norm_decoder import LayerNormLM, ParallelLayer, SequentialLayer
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
-from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
+from models.layers.rotary import Angles, read_rotary_config
 
 
 @dataclass(frozen=True)
@@ -78,40 +76,18 @@ class NormedAttention(Attention):
         return super().turn_and_store(query, key, value, angles, batch, cache)
 
 
-class DecoderLayer(Module):
+class StableLm(LayerNormLM):
     def __init__(self, c: StableLmConfig) -> None:
-        super().__init__()
-        self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = NormedAttention(c) if c.qk_layernorm else Attention(c, qkv_bias=c.use_qkv_bias)
-        self.is_parallel = c.use_parallel_residual
-        if not self.is_parallel:
-            self.post_attention_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size)
-
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        if self.is_parallel:
-            floats = self.input_layernorm(x)  # in the last layer, both parts read different rows
-            x = batch.attending(x) + self.self_attn(floats, angles, batch, cache)
-            return x + self.mlp(batch.attending(floats), batch)
-        normed = self.input_layernorm(x, self.self_attn.readers)
-        x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x, self.mlp.readers), batch)
+        super().__init__(c, (_make_layer(c) for _ in range(c.num_hidden_layers)), _norm(c))
 
 
-class Decoder(Module):
-    def __init__(self, c: StableLmConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps)
+def _norm(c: StableLmConfig) -> LayerNorm:
+    return LayerNorm(c.hidden_size, c.rms_norm_eps)
 
 
-class StableLm(CausalLM):
-    def __init__(self, c: StableLmConfig) -> None:
-        super().__init__(c)
-        self.model = Decoder(c)
-        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
-        self.rotary = RotaryEmbedding(c.rotary)
-
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
-        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+def _make_layer(c: StableLmConfig) -> nn.Module:
+    attention = NormedAttention(c) if c.qk_layernorm else Attention(c, qkv_bias=c.use_qkv_bias)
+    mlp = MLP(c.hidden_size, c.intermediate_size)
+    if c.use_parallel_residual:
+        return ParallelLayer(_norm(c), attention, mlp)
+    return SequentialLayer((_norm(c), _norm(c)), attention, mlp)

@@ -3,23 +3,21 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.gelu import gelu_tanh
 from kernels.quantize_rows import Activations
-from models.batch import Batch, LayerCache
+from models.batch import Batch
 from models.capabilities import ModelCapabilities
-from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, read_decoder_config
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear, make_head
+from models.layer_norm_decoder import LayerNormLM, SequentialLayer
+from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
-from models.layers.rotary import Angles, RotaryEmbedding
 from models.layers.sliding_window import read_window
 from models.layout import ModelLayout
 
@@ -72,43 +70,28 @@ class MLP(Module):
         self.c_fc = Linear(c.hidden_size, c.intermediate_size, c.use_bias)
         self.c_proj = Linear(c.intermediate_size, c.hidden_size, c.use_bias)
 
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
+        return [self.c_fc]
+
     def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
 
 
-class DecoderLayer(Module):
-    def __init__(self, c: Starcoder2Config) -> None:
-        super().__init__()
-        self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c, c.sliding_window, c.use_bias, c.use_bias)
-        self.post_attention_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
-
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        normed = self.input_layernorm(x, self.self_attn.readers)
-        x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x, [self.mlp.c_fc]), batch)
-
-
-class Decoder(Module):
-    def __init__(self, c: Starcoder2Config) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-
-
-class Starcoder2(CausalLM):
+class Starcoder2(LayerNormLM):
     layout = ModelLayout(
         scale_fold_targets={"o_proj": "v_proj"},
         row_parallel=("o_proj", "c_proj"),
     )
 
     def __init__(self, c: Starcoder2Config) -> None:
-        super().__init__(c)
-        self.model = Decoder(c)
-        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
-        self.rotary = RotaryEmbedding(c.rotary)
+        layers = (
+            SequentialLayer((_norm(c), _norm(c)), Attention(c, c.sliding_window, c.use_bias, c.use_bias), MLP(c))
+            for _ in range(c.num_hidden_layers)
+        )
+        super().__init__(c, layers, _norm(c))
 
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
-        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+
+def _norm(c: Starcoder2Config) -> LayerNorm:
+    return LayerNorm(c.hidden_size, c.rms_norm_eps)

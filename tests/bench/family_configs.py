@@ -168,6 +168,10 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     "granitemoeshared": {**LLAMA, **GRANITE_MOE, "shared_intermediate_size": 1024},
     "olmoe": {**LLAMA, "num_hidden_layers": 8, "intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4},
     "stablelm": {**LLAMA, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "vocab_size": 100352},
+    "helium": {**LLAMA, "head_dim": 128, "vocab_size": 48000},
+    "jais2": {**LLAMA, "layer_norm_eps": 1e-5, "vocab_size": 150272},
+    "nemotron": {**LLAMA, "norm_eps": 1e-5, "vocab_size": 256000},
+    "olmo": {**LLAMA, "vocab_size": 50304},
     "falcon_h1": {
         **LLAMA,
         **{"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8},

@@ -69,6 +69,12 @@ DENSE = {
         read=[({}, {"windows": (None, 8192)})],
         refused=[NOT_SILU, ({"layer_types": [FULL]}, "layer_types=.* is not 2 times 'sliding_attention' or 'full_att")],
     ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        sizes={**BASE, "head_dim": 16},
+        variants=[{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
+        refused=[NOT_SILU, THREE_KEYS],
+    ),
     "gemma": Family(
         "GemmaForCausalLM",
         sizes={**BASE, "head_dim": 16},

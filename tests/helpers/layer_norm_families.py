@@ -2,7 +2,26 @@
 
 from tests.helpers.family import FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
 
+NOT_RELU2 = ({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'relu2'")
 WITH_LAYER_NORMS = {
+    "jais2": Family(
+        "Jais2ForCausalLM",
+        variants=[{}, {"attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-3, "head_dim": 8}],
+        refused=[NOT_RELU2, THREE_KEYS],
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        variants=[
+            {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+            {"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3, "tie_word_embeddings": True, "head_dim": 8},
+        ],
+        refused=[NOT_RELU2, THREE_KEYS],
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        variants=[{}, {"clip_qkv": 0.4, "attention_bias": True, "tie_word_embeddings": True}],
+        refused=[NOT_SILU, ({"clip_qkv": -1.0}, r"clip_qkv=-1\.0 is not a number from 1e-30")],
+    ),
     "cohere": Family(
         "CohereForCausalLM",
         variants=[
