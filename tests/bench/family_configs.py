@@ -170,7 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     "stablelm": {**LLAMA, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "vocab_size": 100352},
     "helium": {**LLAMA, "head_dim": 128, "vocab_size": 48000},
     "jais2": {**LLAMA, "layer_norm_eps": 1e-5, "vocab_size": 150272},
-    "nemotron": {**LLAMA, "norm_eps": 1e-5, "vocab_size": 256000},
+    "nemotron": {**LLAMA, "num_hidden_layers": 4, "norm_eps": 1e-5, "vocab_size": 256000},
     "olmo": {**LLAMA, "vocab_size": 50304},
     "falcon_h1": {
         **LLAMA,
