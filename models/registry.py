@@ -99,7 +99,7 @@ ARCHITECTURES = {
     "granitemoe": Architecture("Granite 3 MoE", "granite_moe.read_config", "granite_moe.GraniteMoe"),
     "granitemoehybrid": Architecture("Granite 4", "granite_hybrid.read_config", "granite_hybrid.GraniteHybrid"),
     "granitemoeshared": Architecture(
-        "Granite 4 preview, MoE with a shared part", "granite_moe.read_config", "granite_moe.GraniteMoe"
+        "Granite 4 preview, MoE with a shared part", "granite_moe.read_config", "granite_moe.GraniteMoeShared"
     ),
     "helium": Architecture("Helium", "helium.read_config", "helium.Helium"),
     "internlm2": Architecture("InternLM2, 2.5", "internlm2.read_config", "internlm2.InternLM2", INV_FREQ),

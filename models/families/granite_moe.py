@@ -1,6 +1,6 @@
 """Granite 3 with mixtures of experts, also with a shared feed-forward part."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -50,12 +50,16 @@ class DecoderLayer(granite.DecoderLayer):
 
 
 class GraniteMoe(GraniteLM):
-    layout = ModelLayout(
-        row_parallel=("o_proj", "output_linear", "down_proj"),
-        replicated=("layer",),
-        units={**HEADS, "input_linear": (Unit.CHANNEL, Unit.CHANNEL)},
-    )
+    layout = ModelLayout(replicated=("layer",))
 
     def __init__(self, c: GraniteMoeConfig) -> None:
         layers = (DecoderLayer(c) for _ in range(c.num_hidden_layers))
         super().__init__(c, c.multipliers, layers, RotaryEmbedding(c.rotary))
+
+
+class GraniteMoeShared(GraniteMoe):
+    layout = replace(
+        GraniteMoe.layout,
+        row_parallel=("o_proj", "output_linear", "down_proj"),
+        units={**HEADS, "input_linear": (Unit.CHANNEL, Unit.CHANNEL)},
+    )

@@ -78,11 +78,11 @@ FAMILIES = {
         "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next".split(), "Qwen2Tokenizer"
     ),
     **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text".split(), "Qwen3_5Tokenizer"),
-    **dict.fromkeys("gemma2 gemma3 gemma3_text".split(), "GemmaTokenizer"),
+    **dict.fromkeys("gemma gemma2 gemma3 gemma3_text".split(), "GemmaTokenizer"),
     **dict.fromkeys(
         """
-        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoehybrid internlm2 internlm3 kimi_linear minimax
-        minimax_m2 ministral3 mistral mistral3 mixtral olmo2 olmo3 phi3
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid granitemoeshared internlm2
+        internlm3 kimi_linear minimax minimax_m2 ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 stablelm
         """.split(),
         "",
     ),

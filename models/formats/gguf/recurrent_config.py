@@ -18,8 +18,10 @@ OF_HYBRIDS = (
 """Keys without effect on a Granite 4 without recurrent layers."""
 
 
-def _key_heads(file: GGUFMetadata, architecture: str, num_layers: int) -> tuple[int, list[bool]]:
-    """Return the number of key heads, and for each layer whether it has them."""
+def _key_heads(
+    file: GGUFMetadata, architecture: str, num_layers: int, tensor: str = "attn_q"
+) -> tuple[int, list[bool]]:
+    """Return the number of key heads, and for each layer whether it has them. `tensor`: of attention layers alone."""
     key = f"{architecture}.{KEY_HEADS}"
     counts = file.header.numbers(key, "i", num_layers)
     numbers = {count for count in counts if count}
@@ -27,7 +29,7 @@ def _key_heads(file: GGUFMetadata, architecture: str, num_layers: int) -> tuple[
         problem = f"{file.header.path}: {key}={counts} needs one number of key heads for all layers with attention"
         raise UserError(f"{problem}, and 0 for all other layers")
     for i, count in enumerate(counts):
-        name = f"blk.{i}.attn_q.weight"
+        name = f"blk.{i}.{tensor}.weight"
         if (count > 0) != (name in file.tensors):
             problem = f"{file.header.path}: {key}={count} of layer {i}, but the file has {'no ' * (count > 0)}{name!r}"
             raise UserError(f"{problem}: convert the model again")
@@ -85,7 +87,7 @@ def kimi_linear(file: GGUFMetadata) -> dict[str, Any]:
     for key in ("attention.key_length", "attention.value_length", "rope.freq_base"):
         read.raw(key)  # of the latent, and without effect
     heads, rotary_dim = read.count("attention.head_count"), read.count("rope.dimension_count")
-    has_keys = _key_heads(file, "kimi-linear", num_layers)[1]
+    has_keys = _key_heads(file, "kimi-linear", num_layers, "attn_kv_a_mqa")[1]
     if (key_length := read.count("attention.key_length_mla")) <= rotary_dim:
         problem = f"{file.header.path}: attention.key_length_mla={key_length}"
         raise UserError(f"{problem} is not above rope.dimension_count={rotary_dim}")

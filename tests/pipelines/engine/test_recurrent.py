@@ -133,8 +133,10 @@ def test_prompts_are_computed_whole_and_nothing_leaks(folder: Path) -> None:
     assert errors == [False, True, False, False]  # the NaN ends its row alone
     alone = complete(engine_of(folder), PROMPTS[2:4], ROWS)
     assert [group.completions[0] for group in groups[2:]] == alone  # in the slot that held NaN
-    # two for each of 16 sequences, and one for 256 tokens of each sequence's context
-    assert manager.num_slots == 32 + 16 * engine.executor.model.config.context_length // 256
+    # two for each of 16 sequences, and one for 256 tokens of each sequence's context; a Mamba-2 without a context limit
+    # fills half of the free memory
+    if engine.executor.cache.tensors:
+        assert manager.num_slots == 32 + 16 * engine.executor.model.config.context_length // 256
 
 
 EOS = 1
