@@ -1,5 +1,7 @@
 """Jais 2: LayerNorms with bias and a feed-forward of squared ReLU."""
 
+from typing import ClassVar
+
 from models.config import ConfigReader
 from models.decoder import Attention, read_decoder_config
 from models.families.llama import LlamaConfig
@@ -24,18 +26,18 @@ def read_config(config: ConfigReader) -> LlamaConfig:
 
 class Jais2(LayerNormLM):
     layout = ModelLayout(scale_fold_targets={"o_proj": "v_proj"})
+    norm: ClassVar[type[LayerNorm]] = LayerNorm
 
     def __init__(self, c: LlamaConfig) -> None:
         layers = (
             SequentialLayer(
-                (_norm(c), _norm(c)),
+                (self._make_norm(c), self._make_norm(c)),
                 Attention(c, None, c.attention_bias, c.attention_bias),
                 SquaredReluMLP(c.hidden_size, c.intermediate_size, c.mlp_bias),
             )
             for _ in range(c.num_hidden_layers)
         )
-        super().__init__(c, layers, _norm(c))
+        super().__init__(c, layers, self._make_norm(c))
 
-
-def _norm(c: LlamaConfig) -> LayerNorm:
-    return LayerNorm(c.hidden_size, c.rms_norm_eps)
+    def _make_norm(self, c: LlamaConfig) -> LayerNorm:
+        return self.norm(c.hidden_size, c.rms_norm_eps)
