@@ -249,12 +249,21 @@ def layer_states(layer: AnyCache) -> tuple[Tensor, ...]:
     return layer.recurrent.tensors if isinstance(layer, MixedCache) else ()
 
 
-CacheKind: TypeAlias = tuple[bool, bool]
-"""Whether a layer has keys and values, and whether it has recurrent states."""
+class CacheKind(NamedTuple):
+    """The shape of a layer's cache for one token and one sequence."""
+
+    vectors: tuple[int, int, int] | None
+    """The key heads, and the channels of a key and of a value. None: the layer has no keys and values."""
+    states: tuple[tuple[int, ...], ...]
+    """The shapes of the recurrent states."""
 
 
 def cache_kind(layer: AnyCache) -> CacheKind:
-    return attention_cache(layer) is not None, bool(layer_states(layer))
+    attention, states = attention_cache(layer), tuple(tuple(tensor.shape[1:]) for tensor in layer_states(layer))
+    if attention is None:
+        return CacheKind(None, states)
+    keys, values = attention
+    return CacheKind((keys.tensors[0].shape[2], keys.channels, values.channels), states)
 
 
 @dataclass(frozen=True)
@@ -286,10 +295,10 @@ class KVCache:
         """The states of all recurrent layers, each [P, *]."""
         return [*chain.from_iterable(map(layer_states, self.layers))]
 
-    def one_of_each_kind(self) -> "KVCache":
-        """Return the cache of the first layer of each kind.
+    def one_of_each_shape(self) -> "KVCache":
+        """Return the cache of the first layer of each shape.
 
-        For computing whole prompts layer by layer: all layers of a kind can use the same cache in turn.
+        For computing whole prompts layer by layer: all layers whose caches have one shape can use the same cache in turn.
         """
         return replace(self, layers=[*{cache_kind(layer): layer for layer in reversed(self.layers)}.values()])
 

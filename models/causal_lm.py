@@ -36,7 +36,10 @@ class CacheContent(NamedTuple):
 
     @property
     def kind(self) -> CacheKind:
-        return self.heads is not None, bool(self.states)
+        heads, states = self.heads, tuple(state.shape for state in self.states)
+        if heads is None:
+            return CacheKind(None, states)
+        return CacheKind((heads.num_key_value_heads, heads.head_dim, heads.value_head_dim), states)
 
 
 Stream: TypeAlias = Tensor | ResidualStream
@@ -104,10 +107,12 @@ class CausalLM(Module, ABC):
     """The link to the next pipeline stage. None in the last stage."""
     local_layers: range
     """The numbers of this stage's layers. All other layers are `MissingLayer`."""
+    other_caches: dict[int, CacheContent]
+    """The content of the unsharded caches of other stages' layers, by number."""
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.other_caches = config, {}
         self.local_layers = range(config.num_hidden_layers)
 
     @property

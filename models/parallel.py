@@ -174,6 +174,7 @@ def _keep_stage(model: CausalLM, layers: range) -> None:
         absent += [
             name for name in after if not isinstance(model.get_submodule(name), NoHead)
         ]  # NoHead defines the width of the outputs
+    model.other_caches = {number: content for number, content in enumerate(model.layer_caches) if number not in layers}
     for name in absent:
         register(model, name, MissingLayer())
     model.local_layers = layers

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.kv_format import PagedVectors
-from models.batch import AnyCache, Batch, CacheKind, KVCache, attention_cache, cache_kind
-from models.causal_lm import CausalLM, Stream
+from models.batch import AnyCache, Batch, KVCache, attention_cache, cache_kind
+from models.causal_lm import CacheContent, CausalLM, Stream
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
 from models.layers.norm import ResidualStream
@@ -150,7 +150,7 @@ class SequentialCalibrator:
         """Prepare calibration; a first pipeline stage embeds the batches.
 
         probe: a short extra batch. Its output shows whether a fold changes what a layer computes. cache: an unquantised
-        KV cache of one layer of each kind, with room for a batch, which is one step. with_cache: also observe the keys and values
+        KV cache of one layer of each shape, with room for a batch, which is one step. with_cache: also observe the keys and values
         written into it. collects: keep statistics of inputs; a rank without it only takes part in the gathers.
         unsharded: the unsharded model, if `model` is a rank's shard, and such a cache with room for the probe.
         """
@@ -218,7 +218,7 @@ class SequentialCalibrator:
         if self._sequential:
             self._run_batches(keeps_outputs=True)
         self._states[0].stream = self._run_layer(self._states[0], self._model, self._cache)
-        with_cache = self._with_cache and self._kind[0]
+        with_cache = self._with_cache and self._content(self._model).heads is not None
         self._next += 1
         if not with_cache:
             return None
@@ -227,7 +227,9 @@ class SequentialCalibrator:
 
     def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
-        caches, start = attention_cache(self._layer_cache(self._cache)) if self._with_cache else None, perf_counter()
+        caches, start = None, perf_counter()
+        if self._with_cache:
+            caches = attention_cache(self._layer_cache(self._model, self._cache))
         self._absmax.clear()
         for state in self._states[1:]:
             with suppress(_AllObserved):
@@ -241,18 +243,17 @@ class SequentialCalibrator:
 
     @torch.inference_mode()
     def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
-        cache = replace(cache, layers=[self._layer_cache(cache)])
+        cache = replace(cache, layers=[self._layer_cache(model, cache)])
         return model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
 
-    def _layer_cache(self, cache: KVCache) -> AnyCache:
-        """Return the cache of the next layer's kind."""
-        return next(layer for layer in cache.layers if cache_kind(layer) == self._kind)
+    def _layer_cache(self, model: CausalLM, cache: KVCache) -> AnyCache:
+        """Return the cache with the shape of the next layer's cache."""
+        kind = self._content(model).kind
+        return next(layer for layer in cache.layers if cache_kind(layer) == kind)
 
-    @property
-    def _kind(self) -> CacheKind:
-        """The kind of the next layer's cache."""
-        model, layer = self._model, self._model.layers[self._next]
-        return model.attention_module(layer) is not None, model.recurrent_module(layer) is not None
+    def _content(self, model: CausalLM) -> CacheContent:
+        """Return the content of the next layer's cache."""
+        return model.layer_caches[self._next - model.local_layers.start]
 
     @contextmanager
     def _fast_methods(self) -> Iterator[None]:

@@ -89,6 +89,8 @@ class ExportedLM(CausalLM):
         if part is None:
             return
         self.local_layers = part.local_layers
+        others = (number for number in range(self.config.num_hidden_layers) if number not in part.local_layers)
+        self.other_caches = dict.fromkeys(others, self.layer_caches[0])  # the part does not describe other stages
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
             self._linears[name].keep(outputs)

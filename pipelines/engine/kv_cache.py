@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.support.sizes import num_bytes
@@ -58,6 +59,25 @@ def allocate_kv_cache(
         return join_cache(None if layer.heads is None else attention_part(layer.heads), states)
 
     return KVCache([of_layer(layer) for layer in layers], num_blocks, block_size, dtype, num_state_slots)
+
+
+def unsharded_token(content: CacheContent, cache: KVCache) -> dict[str, Tensor]:
+    """Return the keys and values [G, *] of a token in another stage's layer, by part, on the meta device.
+
+    All layers of `cache`, which is this stage's, and of the other stages have the same format.
+    """
+    if content.heads is None:
+        return {}
+    keys, values = cache.attention_layers[0]
+    # Static formats have a scale for each head of this stage's first layer.
+    like_first = replace(content.heads, num_key_value_heads=keys.tensors[0].shape[2])
+    formats = [(keys.format, values.format)]
+    one = allocate_kv_cache([CacheContent(like_first)], 1, 1, formats, cache.dtype, torch.device("meta"))
+    return {
+        f"{name}.{part}": tensor[0, 0, :1].expand(content.heads.whole_keys, *tensor.shape[3:])
+        for name, vectors in zip(("keys", "values"), one.attention_layers[0], strict=True)
+        for part, tensor in enumerate(vectors.tensors)
+    }
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from models.formats.safetensors_writer import save_tensors
 from models.sharding import ParallelLayout
 from pipelines.engine import Engine
 from pipelines.engine.block_hashes import extend_hashes
+from pipelines.engine.kv_cache import unsharded_token
 from pipelines.engine.operations import WriteBlocks, WriteState
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
@@ -191,23 +192,12 @@ def _hashes(file: KeptFile, token_ids: list[int], block_size: int) -> Iterator[t
 
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
-    num_slots = sum(row.num_slots for row in file.rows)
-    stored, model = engine.executor.cache_tensors, engine.executor.model
-    cache_forms = {
-        name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()
-    }
-    cache_forms |= {
-        name: f"{t.dtype}{[len(file.rows), *t.shape[1:]]}" for name, t in engine.executor.cache_states.items()
-    }
-    # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
-    first, other_layers = (
-        f"layers.{model.local_layers.start}.",
-        range(model.local_layers.stop, model.config.num_hidden_layers),
-    )
-    like_first = {name.removeprefix(first): form for name, form in cache_forms.items() if name.startswith(first)}
-    expected = cache_forms | {
-        f"layers.{number}.{name}": form for number in other_layers for name, form in like_first.items()
-    }
+    num_slots, stored = sum(row.num_slots for row in file.rows), engine.executor.cache_tensors
+    expected = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
+    expected |= {name: f"{t.dtype}{[len(file.rows), *t.shape[1:]]}" for name, t in engine.executor.cache_states.items()}
+    for number, content in engine.executor.model.other_caches.items():
+        for name, token in unsharded_token(content, engine.executor.cache).items():
+            expected[f"layers.{number}.{name}"] = f"{token.dtype}{[num_slots, *token.shape]}"
     expected[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
     file_forms = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
     if wrong := sorted(name for name in expected | file_forms if expected.get(name) != file_forms.get(name)):

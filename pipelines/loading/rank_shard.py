@@ -64,7 +64,7 @@ class RankShard:
                 assert self._cache is not None
                 batches = [self._executor.on_device(batch) for batch in operation.batches]
                 self._share = share_of(
-                    operation, self._plan, batches, self._cache.one_of_each_kind(), self._context.group
+                    operation, self._plan, batches, self._cache.one_of_each_shape(), self._context.group
                 )
             case UseStaticCache():
                 assert self._cache is not None

@@ -66,7 +66,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
         load_planned(plan)
         cache = allocate_kv_cache(plan.model.layer_caches, *sizes, None, plan.dtype, CPU, num_state_slots=1)
         parted = () if tp * pp == 1 else (whole_plan.model, plan.shards, context.group)
-        share = Share(run.quant, layout, plan.model, batches, cache.one_of_each_kind(), *parted)
+        share = Share(run.quant, layout, plan.model, batches, cache.one_of_each_shape(), *parted)
         made = Quantized(share.rest())
         for part in filter(share.has, share.parts):
             part_result = share.choose(part)

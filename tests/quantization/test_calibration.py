@@ -36,7 +36,7 @@ def calibrator_of(
     with torch.inference_mode():
         expected = torch.cat([model(batch, cache) for batch in batches])
     calibrator = SequentialCalibrator(
-        model, batches, probe, engine.executor.cache.one_of_each_kind(), sequential, with_cache=True
+        model, batches, probe, engine.executor.cache.one_of_each_shape(), sequential, with_cache=True
     )
     return engine, calibrator, expected
 

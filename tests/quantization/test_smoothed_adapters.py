@@ -84,7 +84,7 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
     probe, *batches = calibration_batches(engine, random_rows(6, 16))
     calibrator = SequentialCalibrator(
-        model, batches, probe, engine.executor.cache.one_of_each_kind(), is_sequential(quant)
+        model, batches, probe, engine.executor.cache.one_of_each_shape(), is_sequential(quant)
     )
     shutil.copytree(base, folder)
     for part, layer in zip(parts_of(model, schemes), model.layers, strict=True):

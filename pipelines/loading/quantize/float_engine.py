@@ -42,7 +42,7 @@ def float_engine(
             plan_model(full_plan.options, full_plan.quant, full_plan.source, full_plan.device, packed=False)
         )
         engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded, driver=driver)
-        batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_kind()
+        batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_shape()
         yield engine, DriverShare(job.quant, job.format, layout, plan, full_plan, batches, cache, driver.workers)
     finally:
         driver.close()

@@ -50,7 +50,7 @@ def write_importance(
         probe, *batches = calibration_batches(engine, data.samples)
         model = engine.executor.model
         calibrator = SequentialCalibrator(
-            model, batches, probe, engine.executor.cache.one_of_each_kind(), sequential=False
+            model, batches, probe, engine.executor.cache.one_of_each_shape(), sequential=False
         )
         sums = _collect(model, calibrator, progress)
     num_rows, specs = Counter(row.name for row in rows.values()), linear_specs(model)

@@ -39,7 +39,7 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
 
 def whole_share(quant: QuantConfig, layout: FileLayout, engine: Engine, samples: list[list[int]]) -> Share:
     """Return the share of a process that has the whole float model, the engine's."""
-    batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_kind()
+    batches, cache = calibration_batches(engine, samples), engine.executor.cache.one_of_each_shape()
     return Share(quant, layout, engine.executor.model, batches, cache)
 
 

@@ -59,7 +59,7 @@ class Share:
     ) -> None:
         """`model` has float weights.
 
-        `cache` has one layer of each kind, with room for each of the batches. The first batch is the probe.
+        `cache` has one layer of each shape, with room for each of the batches. The first batch is the probe.
 
         For a rank, `full_model` is the unsharded model on the meta device, `shards` describes its shard, and `group` connects
         the ranks of its stage. Raises UserError for weights that are not finite.
@@ -190,9 +190,9 @@ class Share:
 
 def _probe_cache(full_model: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     num_blocks, device = int(probe.block_tables.max()) + 1, probe.numbers.device
-    first_of_kind = {content.kind: content for content in reversed(full_model.layer_caches)}
+    first_of_shape = {content.kind: content for content in reversed(full_model.layer_caches)}
     return allocate_kv_cache(
-        list(first_of_kind.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
+        list(first_of_shape.values()), num_blocks, cache.block_size, None, cache.dtype, device, num_state_slots=1
     )
 
 
