@@ -4,7 +4,7 @@ T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -18,11 +18,11 @@ from models.batch import Batch, CacheKind, KVCache, StateShapes
 from models.capabilities import ModelCapabilities
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
-from models.layers.linear import tied_embedding
+from models.layers.linear import Linear, tied_embedding
 from models.layers.missing import MissingLayer
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.norm import ResidualStream
+from models.layers.norm import ResidualStream, StreamWithInputs
 from models.layers.tensor_parallel import ShardedChannels
 from models.layout import ModelLayout
 
@@ -42,8 +42,13 @@ class CacheContent(NamedTuple):
         return CacheKind((heads.num_key_value_heads, heads.head_dim, heads.value_head_dim), states)
 
 
-Stream: TypeAlias = Tensor | ResidualStream
+Stream: TypeAlias = Tensor | ResidualStream | StreamWithInputs
 """Hidden states [T, E] between two layers, in the form that the architecture uses."""
+
+
+def stream_tensor(stream: Stream) -> Tensor:
+    """Return the tensor [T, E] that `CausalLM.received_stream` converts back into a stream."""
+    return stream if isinstance(stream, Tensor) else stream.total()
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class ModelShape(ABC):
     def recurrent_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it keeps a recurrent state."""
         return (False,) * self.num_hidden_layers
+
+    @property
+    def shared_caches(self) -> Mapping[int, int]:
+        """By the number of each layer without keys and values of its own, the number of the earlier layer that it reads."""
+        return {}
 
     def with_mtp_layer(self) -> "ModelShape | None":
         """Return the config of the model with the multi-token prediction layer.
@@ -166,8 +176,13 @@ class CausalLM(Module, ABC):
 
     @property
     def layer_caches(self) -> list[CacheContent]:
-        """The content of each layer's cache."""
-        return [self._layer_cache(layer) for layer in self.layers if not isinstance(layer, MissingLayer)]
+        """The content of each layer's cache. A layer that reads an earlier layer's cache has an empty one."""
+        shared = self.config.shared_caches
+        return [
+            CacheContent(None) if number in shared else self._layer_cache(layer)
+            for number, layer in enumerate(self.layers)
+            if not isinstance(layer, MissingLayer)
+        ]
 
     def _layer_cache(self, layer: nn.Module) -> CacheContent:
         attention, recurrent = self.attention_module(layer), self.recurrent_module(layer)
@@ -211,6 +226,15 @@ class CausalLM(Module, ABC):
             raise UserError(self.of_a_missing_mark)
         return tuple(token_ids.index(id) for id in mark_ids if id is not None)
 
+    @property
+    def stream_width(self) -> int:
+        """The channels that a stage sends to the next stage."""
+        linears = (module for module in self.layers[0].named_modules() if isinstance(module[1], Linear))
+        outputs: int = next(
+            layer.shape[0] for name, layer in linears if name.rpartition(".")[2] in self.layout.row_parallel
+        )
+        return outputs
+
     def embed(self, batch: Batch) -> Stream:
         """Return the input of the first layer [T, E]."""
         stream: Stream = self.embedding(batch.token_ids)
@@ -226,13 +250,15 @@ class CausalLM(Module, ABC):
     def run_layers(self, stream: Stream, batch: Batch, cache: KVCache, numbers: range) -> Stream:
         """Run the layers of these numbers on the stream, and write their keys and values into the cache.
 
-        `cache` holds the caches of these layers only. After the model's last layer, the stream has the batch's output
-        rows [R, E].
+        `cache` holds the caches of these layers only; for a layer that reads the cache of an earlier layer that is not
+        one of them, it holds that cache. After the model's last layer, the stream has the batch's output rows [R, E].
         """
         inputs, last = self.layer_inputs(batch, cache.dtype), self.config.num_hidden_layers - 1
-        layers = self.layers[numbers.start : numbers.stop]
+        layers, shared = self.layers[numbers.start : numbers.stop], self.config.shared_caches
         for number, layer, layer_cache in zip(numbers, layers, cache.layers, strict=True):
             layer_batch = batch.select_output_rows() if number == last else batch
+            if (source := shared.get(number)) in numbers:
+                layer_cache = cache.layers[source - numbers.start]
             stream = layer(stream, *inputs, layer_batch, layer_cache)
         return stream
 
@@ -259,7 +285,7 @@ class CausalLM(Module, ABC):
         stream = self.run_layers(stream, batch, cache, self.local_layers)
         if self.after is None:
             return self.finish(stream)
-        x = stream.total() if isinstance(stream, ResidualStream) else stream
+        x = stream_tensor(stream)
         self.after.send(x)
         return x
 

@@ -70,7 +70,7 @@ def shard_model(
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
     if parallel_layout.pp > 1:
-        width = _stream_width(model)
+        width = model.stream_width
         _keep_stage(model, stage_layers(model, parallel_layout.pp, dtype)[parallel_layout.stage])
         model.before, model.after = (None if pair is None else Link(pair, width) for pair in neighbours)
     if parallel_layout.tp == 1:
@@ -102,7 +102,8 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
         if name.startswith(prefix):
             layers[int(name.removeprefix(prefix).partition(".")[0])] += size
     first, last = (sum(sizes.get(name, 0) for name in names) for names in (before, after))
-    return stages(layers, first, last + (sizes[model.layout.embedding] if tied_embedding(model.head) else 0), pp)
+    last += sizes[model.layout.embedding] if tied_embedding(model.head) else 0
+    return stages(layers, first, last, pp, model.config.shared_caches)
 
 
 def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
@@ -149,14 +150,6 @@ def _modules_around_layers(model: CausalLM) -> tuple[list[str], list[str]]:
     leaves = [name for name, module in model.named_modules() if name == prefix or not [*module.children()]]
     middle = leaves.index(prefix)
     return leaves[:middle], [name for name in leaves[middle:] if not f"{name}.".startswith(f"{prefix}.")]
-
-
-def _stream_width(model: CausalLM) -> int:
-    linears = (module for module in model.layers[0].named_modules() if isinstance(module[1], Linear))
-    outputs: int = next(
-        layer.shape[0] for name, layer in linears if name.rpartition(".")[2] in model.layout.row_parallel
-    )
-    return outputs
 
 
 def _keep_stage(model: CausalLM, layers: range) -> None:

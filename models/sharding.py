@@ -7,10 +7,11 @@ ranks share each layer.
 p ranks of a stage, H query heads, G key/value heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from types import MappingProxyType
 
 from conf.errors import UserError
 from models.layout import Unit
@@ -141,28 +142,39 @@ def shard_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> lis
     return [range(rank_queries.start * width, rank_queries.stop * width) for rank_queries in queries]
 
 
-def stages(layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, pp: int) -> list[range]:
+def stages(
+    layer_bytes: Sequence[int],
+    first_bytes: int,
+    last_bytes: int,
+    pp: int,
+    shared_caches: Mapping[int, int] = MappingProxyType({}),
+) -> list[range]:
     """Return the layers of each of `pp` pipeline stages, at least one each. The bytes of the largest stage are minimal.
 
-    The first stage also has `first_bytes`, the last stage also has `last_bytes`. Raises UserError for more stages than
-    layers.
+    The first stage also has `first_bytes`, the last stage also has `last_bytes`. A layer is in the stage of the layer
+    whose cache it reads (`ModelShape.shared_caches`). Raises UserError for more stages than layers.
     """
-    num_layers = len(layer_bytes)
-    if pp > num_layers:
-        raise UserError(f"pp={pp} is more than the model's {num_layers} layers: give at most {num_layers}")
-    sums = [*accumulate(layer_bytes, initial=first_bytes)]  # bytes before each border
+    num_layers, sharing = len(layer_bytes), [range(first, last) for last, first in shared_caches.items()]
+    # the layers before each possible border
+    borders = [end for end in range(num_layers + 1) if not any(end - 1 in layers for layers in sharing)]
+    num_parts = len(borders) - 1
+    if pp > num_parts:
+        parts = f"{num_parts} parts, whose layers share keys and values" if sharing else f"{num_layers} layers"
+        raise UserError(f"pp={pp} is more than the model's {parts}: give at most {num_parts}")
+    bytes_before = [*accumulate(layer_bytes, initial=first_bytes)]
+    sums = [bytes_before[border] for border in borders]
     sums[0], sums[-1] = 0, sums[-1] + last_bytes
-    # by the number of layers that the first `stage` stages have: the bytes of the largest stage, and the borders
+    # by the number of parts that the first `stage` stages have: the bytes of the largest stage, and their ends
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(1, pp + 1):
-        ends = range(stage, num_layers - pp + stage + 1)
+        ends = range(stage, num_parts - pp + stage + 1)
         best = {
             end: min(
-                (max(largest, sums[end] - sums[start]), (*borders, end))
-                for start, (largest, borders) in best.items()
+                (max(largest, sums[end] - sums[start]), (*parts_before, end))
+                for start, (largest, parts_before) in best.items()
                 if start < end
             )
             for end in ends
         }
-    borders = best[num_layers][1]
-    return [range(start, end) for start, end in zip(borders, borders[1:], strict=False)]
+    _, stage_ends = best[num_parts]
+    return [range(borders[start], borders[end]) for start, end in zip(stage_ends, stage_ends[1:], strict=False)]

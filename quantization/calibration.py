@@ -7,7 +7,7 @@ T tokens of a batch, E hidden channels, I input channels of a linear layer, G ke
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.kv_format import PagedVectors
-from models.batch import AnyCache, Batch, KVCache, attention_cache, cache_kind
-from models.causal_lm import CacheContent, CausalLM, Stream
+from models.batch import AnyCache, Batch, KVCache, LayerCache, attention_cache, cache_kind
+from models.causal_lm import CacheContent, CausalLM, Stream, stream_tensor
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
-from models.layers.norm import ResidualStream
 from models.layers.tensor_parallel import RowParallelReduce
 from models.linear_layers import packed_method
 from quantization.activations import ActivationRange, best_static_scale
@@ -120,6 +119,8 @@ class _BatchState:
 
     batch: Batch
     stream: Stream
+    read_later: dict[int, LayerCache] = field(default_factory=dict)
+    """The keys and values of earlier layers that later layers read, by the number of the layer."""
 
 
 class SequentialCalibrator:
@@ -187,7 +188,7 @@ class SequentialCalibrator:
         """Send the streams to the next stage, after this stage's last layer."""
         assert self._model.after is not None
         for state in self._states:
-            self._model.after.send(_total(state.stream))
+            self._model.after.send(stream_tensor(state.stream))
         self._states.clear()
 
     def observe(self, linears: Sequence[str] = (), statistics: Statistics = Statistics()) -> list[ActivationStats]:
@@ -207,7 +208,7 @@ class SequentialCalibrator:
 
     def output(self) -> Tensor:
         """Return the probe's hidden states [T, E] after the next layer, with the layer's current weights."""
-        return _total(self._run_layer(self._states[0], *self._unsharded))
+        return stream_tensor(self._run_layer(self._states[0], *self._unsharded))
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
         """Advance by one layer. Without `sequential`, `observe` must have been called for the next layer.
@@ -243,8 +244,14 @@ class SequentialCalibrator:
 
     @torch.inference_mode()
     def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
-        cache = replace(cache, layers=[self._layer_cache(model, cache)])
-        return model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
+        layer_cache, shared = self._layer_cache(model, cache), model.config.shared_caches
+        if self._next in shared:
+            layer_cache = state.read_later[shared[self._next]]
+        cache = replace(cache, layers=[layer_cache])
+        stream = model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
+        if self._next in shared.values():
+            state.read_later[self._next] = _copy(layer_cache, int(state.batch.block_tables.max()) + 1)
+        return stream
 
     def _layer_cache(self, model: CausalLM, cache: KVCache) -> AnyCache:
         """Return the cache with the shape of the next layer's cache."""
@@ -280,8 +287,14 @@ class SequentialCalibrator:
         return group
 
 
-def _total(stream: Stream) -> Tensor:
-    return stream.total() if isinstance(stream, ResidualStream) else stream
+def _copy(cache: AnyCache, num_blocks: int) -> LayerCache:
+    """Return a copy of the first blocks of an attention layer's cache."""
+    parts = attention_cache(cache)
+    assert parts is not None
+    keys, values = (
+        replace(vectors, tensors=tuple(tensor[:num_blocks].clone() for tensor in vectors.tensors)) for vectors in parts
+    )
+    return keys, values
 
 
 def fast_method(layer: Linear) -> LinearMethod:

@@ -252,7 +252,8 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
 def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], list[bool], list[StateShapes]]:
     """Read the keys and values of the attention layers, alternating; for each layer, whether it has them; its states.
 
-    Raises TypeError, KeyError or ValueError for an entry of another form.
+    A layer that reads an earlier layer's keys and values has none. Raises TypeError, KeyError or ValueError for an entry
+    of another form.
     """
     entries = [None if entry is None else CacheFormat(**entry) for entry in reader.raw("cache")]
     by_layer = reader.raw("states")
@@ -263,7 +264,8 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
         raise ValueError(f"cache has {len(entries)} entries, expected two for each of {len(states)} layers")
     attends = [keys is not None for keys in entries[::2]]
     for number, (has_keys, values) in enumerate(zip(attends, entries[1::2], strict=True)):
-        if has_keys != (values is not None) or not (has_keys or has_states):
+        # a layer after the first may read an earlier layer's keys and values
+        if has_keys != (values is not None) or not (has_keys or has_states or number):
             raise ValueError(f"layer {number} needs keys and values, or states")
     return [entry for entry in entries if entry is not None], attends, states
 

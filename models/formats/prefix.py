@@ -72,6 +72,8 @@ def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
         return "whose sliding windows would lose the prefix"
     if capabilities.is_recurrent:
         return "whose recurrent layers cannot begin after a prefix"
+    if any(content.heads is None for content in model.layer_caches):
+        return "some of whose layers read the keys and values of earlier layers"
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.quantize_rows import Activations, QuantizedActivations
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
+from models.layers.constant import Constant
 from models.layers.linear import Linear, shared_activations
 from models.layers.module import Module
 
@@ -57,6 +58,19 @@ class RMSNorm(Norm):
         return _norm(x, self.weight, self.eps, readers, self.weight_offset)
 
 
+class WeightlessRMSNorm(Norm):
+    """`RMSNorm` with weights of 1."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        dtypes = torch.float32, torch.bfloat16, torch.float16
+        self._ones = {dtype: Constant(torch.ones(size, dtype=dtype, device="cpu")) for dtype in dtypes}
+
+    def forward(self, x: Tensor, readers: Sequence[Linear] = ()) -> Activations:
+        return _norm(x, self._ones[x.dtype].on(x.device), self.eps, readers, weight_offset=0.0)
+
+
 class ResidualStream(NamedTuple):
     """Hidden states x + update [T, E] between two layers. The next norm computes the sum."""
 
@@ -65,6 +79,17 @@ class ResidualStream(NamedTuple):
 
     def total(self) -> Tensor:
         return self.x if self.update is None else self.x + self.update
+
+
+class StreamWithInputs(NamedTuple):
+    """Hidden states x [T, E] between two layers, with the inputs [T, L * P] that the L layers read in addition."""
+
+    x: Tensor
+    inputs: Tensor
+
+    def total(self) -> Tensor:
+        """Return both, [T, E + L * P]."""
+        return torch.cat((self.x, self.inputs), dim=1)
 
 
 class AddRMSNorm(Module):

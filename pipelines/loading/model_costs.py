@@ -55,7 +55,14 @@ def model_costs(
 
     layout = layout_of(0, 1, 1, parallel)
     return plan, ParallelCosts(
-        plan.model, kinds, plan.dtype, block_bytes, layout.adds, layout.whole_experts, compresses
+        plan.model,
+        kinds,
+        source.shape.shared_caches,
+        plan.dtype,
+        block_bytes,
+        layout.adds,
+        layout.whole_experts,
+        compresses,
     )
 
 

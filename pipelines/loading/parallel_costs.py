@@ -4,7 +4,7 @@ Layers of the same kind are inspected once. Only the first expert of a mixture i
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -111,13 +111,15 @@ class ParallelCosts:
         self,
         model: CausalLM,
         kinds: tuple[Hashable, ...],
+        shared_caches: Mapping[int, int],
         dtype: torch.dtype,
         block_bytes: Callable[[Heads], int],
         adds: bool = False,
         whole_experts: bool = False,
         compresses: bool = False,
     ) -> None:
-        """`kinds`: the kind of every layer; `model` has the first layer of each kind.
+        """`kinds`: the kind of every layer; `model` has the first layer of each kind. `shared_caches`: as of
+        the whole model's `ModelShape`.
 
         `block_bytes`: bytes of one layer in a KV cache block. `adds`, `whole_experts`: as in `ParallelLayout`.
         `compresses`: packed bfloat16 weights are held in 12 bits if that is smaller, as on this machine. Raises
@@ -133,7 +135,13 @@ class ParallelCosts:
         self.active_share = (lambda num_tokens: 1.0) if experts is None else experts.active_share
         """Maps a number of tokens to the share of experts that they are expected to choose."""
         firsts = {kind: kinds.index(kind) for kind in kinds}
-        self._heads = {kind: model.layer_caches[index].heads or NO_HEADS for kind, index in firsts.items()}
+        attentions = {kind: model.attention_module(model.layers[index]) for kind, index in firsts.items()}
+        self._heads: dict[Hashable, Heads] = {
+            kind: NO_HEADS if attention is None else attention.heads  # type: ignore[misc]
+            for kind, attention in attentions.items()
+        }
+        self._caches = {kind: model.layer_caches[index].heads for kind, index in firsts.items()}
+        self._shared_caches = shared_caches
         self._layers = {kind: self._parts(model.layers[index].named_modules()) for kind, index in firsts.items()}
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()
@@ -169,13 +177,13 @@ class ParallelCosts:
         heads = self._heads[self._kinds[0]]
         first, last = (self._sum(parts, heads, 1, 0).stored_bytes for parts in (self._first, self._last + self._tied))
         layers = [self._layer(kind, 1, 0).stored_bytes for kind in self._kinds]
-        return stages(layers, first, last, pp)
+        return stages(layers, first, last, pp, self._shared_caches)
 
     def _layer(self, kind: Hashable, tp: int, rank: int) -> Cost:
         if (kind, tp, rank) not in self._known:
-            heads, cache_bytes = self._heads[kind], 0
-            if heads is not NO_HEADS:
-                cache_bytes = self._block_bytes(_rank_heads(heads, tp, rank))
+            heads, cached, cache_bytes = self._heads[kind], self._caches[kind], 0
+            if cached is not None:
+                cache_bytes = self._block_bytes(_rank_heads(cached, tp, rank))
             self._known[kind, tp, rank] = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=cache_bytes)
         return self._known[kind, tp, rank]
 

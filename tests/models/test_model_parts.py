@@ -75,7 +75,8 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "v3") else set()
     assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
     assert last_parts >= {*layout.scale_fold_targets, *layout.scale_fold_targets.values()}
-    assert len(model.layers) == len(model.attention_heads) == model.config.num_hidden_layers
+    num_caches = len(model.attention_heads)
+    assert len(model.layers) == num_caches + len(model.config.shared_caches) == model.config.num_hidden_layers
     norms = {name for name, module in model.layers[1].named_modules() if "Norm" in type(module).__name__}
     assert set(layout.norms) <= norms
 

@@ -106,6 +106,14 @@ def test_embedding_and_head_count() -> None:
     assert [len(stage) for stage in stages([1] * 10, 3, 3, 4)] == [1, 4, 4, 1]
 
 
+def test_layers_that_share_keys_and_values_are_in_one_stage() -> None:
+    shared = {5: 3, 6: 3, 7: 4}
+    assert stages([1] * 8, 0, 0, 2, shared) == [range(3), range(3, 8)]
+    assert stages([1] * 8, 0, 0, 3, {7: 6}) == [range(2), range(2, 5), range(5, 8)]
+    with pytest.raises(UserError, match="pp=5 is more than the model's 4 parts, whose layers share keys and values"):
+        stages([1] * 8, 0, 0, 5, shared)
+
+
 def test_the_shape_of_a_part() -> None:
     assert Shard(1, (range(2, 4), range(7, 8))).shape((5, 9, 4)) == (5, 3, 4)
 

@@ -389,7 +389,7 @@ def test_stages_of_a_tied_embedding_match_the_divided_model() -> None:
     architecture = find_architecture(reader)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(reader))
-    costs = ParallelCosts(model, model.config.layer_kinds, torch.bfloat16, lambda heads: 0)
+    costs = ParallelCosts(model, model.config.layer_kinds, {}, torch.bfloat16, lambda heads: 0)
     for pp in (2, 3, 4, 8):
         assert costs.stages(pp) == stage_layers(model, pp, torch.bfloat16)
     assert len(costs.stages(4)[0]) < len(costs.stages(4)[1])
