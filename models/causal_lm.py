@@ -257,7 +257,8 @@ class CausalLM(Module, ABC):
         layers, shared = self.layers[numbers.start : numbers.stop], self.config.shared_caches
         for number, layer, layer_cache in zip(numbers, layers, cache.layers, strict=True):
             layer_batch = batch.select_output_rows() if number == last else batch
-            if (source := shared.get(number)) in numbers:
+            source = shared.get(number)
+            if source is not None and source in numbers:
                 layer_cache = cache.layers[source - numbers.start]
             stream = layer(stream, *inputs, layer_batch, layer_cache)
         return stream

@@ -19,6 +19,8 @@ Angles: TypeAlias = tuple[Tensor, Tensor]
 """cos and sin of the rotation angles of each token's channel pairs, [T, D/2] each."""
 
 
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Besides `proportional`, which has other settings."""
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """Settings without effect on text: the three positions of a text token are equal, so all sections rotate alike."""
 
@@ -51,6 +53,7 @@ class RotaryConfig:
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
     mscale_all_dim: float = 0.0  # yarn in DeepSeek: also scales the attention logits
+    share: float = 1.0  # proportional: the share of the channel pairs that rotate
 
     @property
     def context_length(self) -> int:
@@ -84,12 +87,12 @@ def read_rotary_config(
     if scaling is None:
         return RotaryConfig(head_dim, max_position_embeddings, theta)
     theta = scaling.positive("rope_theta", theta)
+    if scaling.raw("rope_type") == "proportional":
+        return _read_proportional(scaling, head_dim, max_position_embeddings, theta)
     if partial_rotary_factor is None:
         scaling.expect("partial_rotary_factor", (None, 1), None)
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
-    kind = scaling.expect(
-        "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"
-    )
+    kind = scaling.expect("type" if is_old else "rope_type", TYPES, "default")
     fields: dict[str, Any] = {}
     original = _original_length(config, scaling, max_position_embeddings)
     if kind == "default":
@@ -116,17 +119,28 @@ def read_rotary_config(
 
 
 def read_rotary_by_layer(
-    config: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float, sliding_theta: float
+    config: ConfigReader,
+    head_dim: int,
+    max_position_embeddings: int,
+    theta: float,
+    sliding_theta: float,
+    sliding_head_dim: int | None = None,
+    full_share: float | None = None,
 ) -> tuple[RotaryConfig, RotaryConfig]:
     """Read the rotary settings of full-attention layers and of sliding-window layers.
 
     `rope_parameters` holds settings per layer type. In older files, `rope_theta` and `rope_scaling` apply to
-    full-attention layers, and `rope_local_base_freq` to sliding-window layers. The theta arguments are defaults. Raises
-    UserError as `read_rotary_config` does.
+    full-attention layers, and `rope_local_base_freq` to sliding-window layers. The theta arguments are defaults.
+    `sliding_head_dim`: if the heads of sliding-window layers differ from `head_dim`.
+    `full_share`: full-attention layers of files without settings are `proportional` with this share. Raises UserError
+    as `read_rotary_config` does.
     """
     _refuse_both(config)
     both = config.get("rope_parameters", dict, {})
-    scaling = {"full_attention": config.get("rope_scaling", dict, {}), "sliding_attention": {}} | both
+    full = config.get("rope_scaling", dict, {})
+    if full_share is not None:
+        full = {"rope_type": "proportional", "partial_rotary_factor": full_share}
+    scaling = {"full_attention": full, "sliding_attention": {}} | both
     if unknown := sorted(scaling.keys() - {"full_attention", "sliding_attention"}):
         raise UserError(
             f"config.json: rope_parameters has {', '.join(unknown)}: expected full_attention, sliding_attention"
@@ -136,8 +150,23 @@ def read_rotary_by_layer(
         ConfigReader({"rope_theta": layer_theta, "rope_parameters": scaling[kind]}, "config.json")
         for kind, layer_theta in zip(("full_attention", "sliding_attention"), thetas, strict=True)
     )
-    full, sliding = (read_rotary_config(reader, head_dim, max_position_embeddings) for reader in readers)
-    return full, sliding
+    full_rotary, sliding_rotary = (
+        read_rotary_config(reader, channels, max_position_embeddings)
+        for reader, channels in zip(readers, (head_dim, sliding_head_dim or head_dim), strict=True)
+    )
+    return full_rotary, sliding_rotary
+
+
+def _read_proportional(
+    scaling: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float
+) -> RotaryConfig:
+    share = scaling.positive("partial_rotary_factor", 1.0)
+    scaling.expect("factor", (None, 1), None)
+    if share > 1:
+        raise UserError(f"config.json: rope_parameters: partial_rotary_factor={share} is more than 1")
+    if unknown := scaling.unread():
+        raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
+    return RotaryConfig(head_dim, max_position_embeddings, theta, "proportional", share=share)
 
 
 def _refuse_both(config: ConfigReader) -> None:
@@ -273,6 +302,8 @@ class RotaryEmbedding:
             frequencies = _yarn(config)
         else:
             frequencies = _frequencies(config.theta, config.head_dim)
+            if config.type == "proportional":
+                frequencies[int(config.share * config.head_dim // 2) :] = 0
             if config.type == "linear":
                 frequencies = frequencies / config.factor
         self._static = Constant(frequencies)

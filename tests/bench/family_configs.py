@@ -198,6 +198,12 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "sliding_window": 512,
         "vocab_size": 262144,
     },
+    "gemma4_text": {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 15, "num_attention_heads": 8},
+        **{"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144},
+        **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 6},
+        **{"use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
+    },
     "glm": GLM,
     "glm4": GLM,
     "glm4_moe": {**GLM, **ROUTED, "attention_bias": True, "first_k_dense_replace": 1},

@@ -28,6 +28,8 @@ def write_random(folder: Path, model: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.15)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.15)
     model.save_pretrained(folder)
     return model
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from conf.compose import from_json
+from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantizedFormat
 from kernels.collectives import Group
 from models.batch import Batch, KVCache
@@ -59,7 +60,11 @@ class DriverShare(Share):
         """`plan`: rank 0's shard.
 
         `full_plan`: the plan of the unsharded model, on the meta device. All methods raise RankLost if a rank fails.
+        Raises UserError for a model whose layers share keys and values.
         """
+        if full_plan.model.config.shared_caches:  # the whole probe would need an earlier layer's keys and values
+            problem = "task=quantize with ranks supports no model whose layers read the cache of an earlier layer"
+            raise UserError(f"{problem}: give parallel=single")
         workers.tell(BeginQuantization(plain(asdict(quant)), format.name, batches))
         group, parallel_layout = workers.context.group, workers.context.parallel_layout
         self._workers, self._tp = workers, parallel_layout.tp

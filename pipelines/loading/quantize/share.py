@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
 from models.batch import Batch, KVCache
@@ -66,10 +65,6 @@ class Share:
         the ranks of its stage. Raises UserError for weights that are not finite.
         """
         refuse_damaged(model)
-        if full_model is not None and model.config.shared_caches:  # the probe's layers have no earlier layer's cache
-            raise UserError(
-                "ranks quantise no model whose layers read the keys and values of earlier layers: give parallel=single"
-            )
         self._config, self._layout, self._model, self._shards = config, layout, model, shards or {}
         self._full_model, self._group = full_model or model, group or Alone()
         self.parts = parts_of(self._full_model, layout.schemes, layout.pruned)

@@ -1,0 +1,74 @@
+"""The table of architectures whose layers have heads of different shapes and share keys and values."""
+
+from typing import Any
+
+from tests.helpers.family import BASE, FULL, SLIDING, Family
+
+SIZES: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "hidden_size_per_layer_input": 0,
+    "attn_implementation": "eager",
+}
+INPUTS = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 96}
+SHARED = {**INPUTS, "num_kv_shared_layers": 2}  # transformers runs shared keys and values only with inputs per layer
+LAYERS_OF_GEMMA4: list[tuple[dict[str, Any], str]] = [
+    ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 is not from 0 to a number that leaves one layer of each typ"),
+    ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 is not from 0 to a number that leaves one layer of each"),
+    ({"num_kv_shared_layers": 9}, "num_kv_shared_layers=9 is not from 0 to a number that leaves one layer of each ty"),
+    ({"per_layer_config": [1]}, r"per_layer_config=\[1\] is not an object of settings by layer"),
+    ({"per_layer_config": {"5": {}}}, "per_layer_config: '5' is not the settings of a layer"),
+    ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config: 1 has sliding_window, which is not supp"),
+    ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config gives layers of one type different values of he"),
+    ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "num_attention_heads=4 is not a multiple of num_key_va"),
+    ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1 is not a number above 0"),
+    ({**INPUTS, "vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input=95 is less than vocab_size"),
+    ({"global_head_dim": 15}, "head_dim=15 is odd, but rotary embedding turns pairs of channels"),
+    ({"layer_types": [FULL]}, "layer_types=.* is not 5 times 'sliding_attention' or 'full_attention'"),
+]
+
+GEMMAS = {
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        sizes=SIZES,
+        variants=[
+            {**SHARED, "final_logit_softcapping": 2.0},
+            {},
+            {**INPUTS, "hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": 100},
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True},
+            {**SHARED, "use_double_wide_mlp": True, "global_head_dim": 16, "tie_word_embeddings": False},
+            {"num_hidden_layers": 7, "layer_types": None, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+            {"num_hidden_layers": 2, "layer_types": [FULL, FULL], **INPUTS, "num_kv_shared_layers": 1},
+            {
+                "rope_parameters": {
+                    FULL: {"rope_type": "proportional", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+                }
+            },
+        ],
+        read=[
+            ({}, {"rotary.share": 0.25, "rotary.theta": 1e6, "sliding_rotary.theta": 1e4, "rotary.head_dim": 32}),
+            ({"use_bidirectional_attention": "vision"}, {"shared_caches": {}}),
+            (SHARED, {"shared_caches": {3: 2, 4: 1}}),
+        ],
+        refused=[
+            ({"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported: only 'gelu_pytorch_tanh'"),
+            ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+            *LAYERS_OF_GEMMA4,
+            (
+                {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+                r"partial_rotary_factor=1\.5 is more than 1",
+            ),
+            (
+                {"rope_parameters": {FULL: {"rope_type": "proportional", "factor": 8.0}}},
+                r"factor=8\.0 is not supported: only None, 1",
+            ),
+        ],
+    ),
+}
