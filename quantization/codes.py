@@ -16,6 +16,8 @@ class CodeKind(Enum):
     Q8_0 = "q8_0"
     IQ4_NL = "iq4_nl"
     IQ4_XS = "iq4_xs"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
     Q4_1 = "q4_1"
     Q5_0 = "q5_0"
     Q5_1 = "q5_1"

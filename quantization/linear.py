@@ -214,7 +214,7 @@ class BlockMethod(CodedMethod):
         if not weight.codes.is_cpu:
             name = self.scheme.weights.kind.name.lower()
             raise UserError(f"{name} is for a CPU: give int8 or int4 in quant.overrides, quant.embedding or quant.plan")
-        return pack_blocks(self.scheme.weights.kind.name, weight.codes)
+        return pack_blocks(self.scheme.weights.kind.name, weight.codes, weight.global_scale)
 
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
         return BlockWeight(tensors.pop("packed"), *self._shape, self.scheme.weights.kind.name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.errors import UserError, check
 from kernels.fit_scales import fit_scales
 from kernels.kv_format import FLOAT8_MAX
-from kernels.linear.block_weight import KINDS, read_blocks
+from kernels.linear.block_weight import GLOBAL_BYTES, KINDS, read_blocks
 from kernels.linear.float_weight import TILE
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
@@ -61,7 +61,8 @@ class WeightFormat:
         """
         if self.kind.is_blocks:
             kind = KINDS[self.kind.name]
-            return -(-num_outputs // TILE) * (num_inputs // kind.block_size) * kind.packed_bytes
+            tiles = -(-num_outputs // TILE) * (num_inputs // kind.block_size) * kind.packed_bytes
+            return tiles + GLOBAL_BYTES * kind.has_global_scale
         groups = 1 if self.group_size is None else -(-num_inputs // self.group_size)
         return num_outputs * (num_inputs * self.bits // 8 + groups * (4 if self.symmetric else 5))
 
@@ -88,7 +89,7 @@ class QuantizedWeight:
     permutation: [I] int64 or None, the input channel of each column of `codes`. x[:, permutation] has the columns'
     order.
     blocks: the ggml block type of `codes` (a name of KINDS), or None. With blocks, `codes` is uint8 [O, bytes] and
-    contains the scales, and `scales` is [O, 0].
+    contains the scales, and `scales` is [O, 0], or the global scale of NVFP4, float64 [1, 1] (as in BlockCodes).
     """
 
     codes: Tensor
@@ -97,10 +98,15 @@ class QuantizedWeight:
     permutation: Tensor | None = None
     blocks: str | None = None
 
+    @property
+    def global_scale(self) -> float:
+        """The number by which the scales of blocks are multiplied."""
+        return float(self.scales) if self.scales.numel() else 1.0
+
     def dequantize(self) -> Tensor:
         """Return (codes - zero_points) * scales, [O, I] float32, with the input channels in their original order."""
         if self.blocks is not None:
-            return read_blocks(self.blocks, self.codes).dequantize()
+            return read_blocks(self.blocks, self.codes, self.global_scale).dequantize()
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
         if self.zero_points is not None:
             codes = codes - self.zero_points.unsqueeze(2)

@@ -180,6 +180,7 @@ template <class Kind, int LIMBS, int ROWS> void multiply_panel(const Job<Kind, L
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
     const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, LIMBS, ROWS, TILES> : multiply_tiles<Kind, LIMBS, ROWS, 1>;
     tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.words, x.scales, x.sums}, result);
+    multiply_by_global_scale<Kind>(weight.memory, out.num_tiles(), job.activations.num_inputs, ROWS * num_tiles * LANES, result);
     if (!weight.bias) return;
     round_to(dtype, result, ROWS * num_tiles * LANES);
     add_bias(weight, dtype, ROWS, tile, num_tiles, count, result);

@@ -11,14 +11,19 @@ namespace {
 constexpr int64_t VECTOR_BYTES = STEP * LANES, UNIT_STEPS = 8, UNIT = UNIT_STEPS * STEP;
 constexpr int32_t SCALE_OFFSET = 32;  // added to scales of six bits
 
+// What codes stand for: numbers, or indices of IQ4_VALUES or FP4_VALUES.
+enum class Values { numbers, iq4, fp4 };
+
 // A ggml type: bits per code, inputs per group and per block, bits per scale. With minimums a value is scale * code -
-// minimum, else scale * (code - 2^(bits - 1)), or scale * IQ4_VALUES[code] if the codes are indices.
-template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS, int SCALE_BITS = 8, bool INDICES = false> struct Kind {
-  static constexpr int bits = BITS, scale_bits = SCALE_BITS, byte_bits = INDICES ? 8 : BITS;  // byte_bits: of what `codes_of` returns
-  static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP, has_indices = INDICES;
+// minimum, else scale * (code - 2^(bits - 1)), or scale * what an index chooses. Scales of FP4 are float8: e8m0 for groups
+// of 32, e4m3 for groups of 16, which a global scale multiplies.
+template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS, int SCALE_BITS = 8, Values VALUES = Values::numbers> struct Kind {
+  static constexpr bool has_indices = VALUES != Values::numbers, is_fp4 = VALUES == Values::fp4, has_global_scale = is_fp4 && GROUP == 16;
+  static constexpr int bits = BITS, scale_bits = SCALE_BITS, byte_bits = is_fp4 ? 5 : has_indices ? 8 : BITS;  // byte_bits: of what `codes_of` returns
+  static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP && !is_fp4;
   static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
   static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (byte_bits - 1);  // sums of activations are multiplied by -offset
-  static constexpr int64_t factors_bytes = 2 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES * SCALE_BITS / 8 : 0;
+  static constexpr int64_t factors_bytes = (is_fp4 ? BLOCK / GROUP : 2) * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES * SCALE_BITS / 8 : 0;
   static constexpr int64_t expanded_bytes = SCALE_BITS == 6 ? BLOCK / GROUP * LANES : 1;  // of `expand_scales`
   static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
   static constexpr int64_t unit_bytes = BITS * VECTOR_BYTES, block_bytes = head_bytes + units * unit_bytes;
@@ -44,6 +49,8 @@ template <int SHIFT, int32_t MASK> inline Ints bits_of(Ints x) { return bit_and(
 
 // The values of IQ4_NL and IQ4_XS plus 128.
 alignas(16) constexpr uint8_t IQ4_VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+// The doubles of the values of FP4 plus 16.
+alignas(16) constexpr uint8_t FP4_VALUES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 // Returns the codes of step `step` of a unit, or what indices choose.
 template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
@@ -56,7 +63,7 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   if constexpr (Kind::bits == 8) return load(unit + step * VECTOR_BYTES);
   const Ints pair = load(unit + step / 2 * VECTOR_BYTES);
   const Ints low = bit_and(step % 2 ? shift_right<4>(pair) : pair, splat(0x0f0f0f0f));
-  if constexpr (Kind::has_indices) return lookup(splat_bytes(IQ4_VALUES), low);
+  if constexpr (Kind::has_indices) return lookup(splat_bytes(Kind::is_fp4 ? FP4_VALUES : IQ4_VALUES), low);
   if constexpr (Kind::bits == 5) return bit_xor(low, bit_and(shifted(load(unit + 4 * VECTOR_BYTES), 4 - step), splat(0x10101010)));
   if constexpr (Kind::bits == 6)
     return bit_xor(low, bit_and(shifted(load(unit + (4 + step / 4) * VECTOR_BYTES), 4 - 2 * (step % 4)), splat(0x30303030)));
@@ -73,14 +80,39 @@ template <class Kind> inline void expand_scales(const uint8_t *block, uint8_t *b
   }
 }
 
+// Returns numbers of eight bits as float32, halved, because the values of FP4 are doubled.
+inline Floats half_of_e8m0(Ints bytes) {  // 0 is 2^-127, a denormal
+  return multiply(as_floats(larger(shift_left<23>(bit_and(bytes, splat(255))), splat(1 << 22))), splat(0.5f));
+}
+inline Floats half_of_e4m3(Ints bytes) { return multiply(as_floats(shift_left<20>(bytes)), splat(0x1p119f)); }  // without sign
+
 // Returns the scales of a group of a block (part 0), or its minimums (part 1). `expanded`: from `expand_scales`.
 template <class Kind> inline Floats scales_of(const uint8_t *block, const uint8_t *expanded, int64_t group, int64_t part) {
+  if constexpr (Kind::is_fp4) {
+    const Ints bytes = load_bytes(reinterpret_cast<const int8_t *>(block + group * LANES));
+    return Kind::has_global_scale ? half_of_e4m3(bytes) : half_of_e8m0(bytes);
+  }
   const Floats factor = load_float16(reinterpret_cast<const uint16_t *>(block + part * Kind::factors_bytes));
   if constexpr (!Kind::has_scales) return factor;
   if constexpr (Kind::scale_bits == 6)
     return multiply(factor, to_floats(subtract(load_bytes(reinterpret_cast<const int8_t *>(expanded + group * LANES)), splat(SCALE_OFFSET))));
   const uint8_t *scales = block + Kind::factors_bytes * (1 + Kind::has_minimums) + part * Kind::scales_bytes + group * LANES;
   return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
+}
+
+// Returns the global scale of a weight, which is after its tiles; 1 if the kind has none.
+template <class Kind> double global_scale_of(const uint8_t *memory, int64_t num_tiles, int64_t num_inputs) {
+  double scale = 1;
+  if constexpr (Kind::has_global_scale) std::memcpy(&scale, memory + num_tiles * (num_inputs / Kind::block) * Kind::block_bytes, sizeof scale);
+  return scale;
+}
+
+// Multiplies `count` products, a multiple of LANES, by the weight's global scale.
+template <class Kind> void multiply_by_global_scale(const uint8_t *memory, int64_t num_tiles, int64_t num_inputs, int64_t count, float *products) {
+  if constexpr (Kind::has_global_scale) {
+    const Floats scale = splat(static_cast<float>(global_scale_of<Kind>(memory, num_tiles, num_inputs)));
+    for (int64_t i = 0; i < count; i += LANES) store(products + i, multiply(load(products + i), scale));
+  }
 }
 
 // Expands tiles of blocks to the format of grouped int8 weights in int_weight.cpp: bytes, then float scales, then
@@ -120,9 +152,13 @@ template <class Work> void with_kind(Codes codes, Work &&work) {
   else if (codes == Codes::q8_0)
     work(Kind<8, 32, 32, false>());
   else if (codes == Codes::iq4_nl)
-    work(Kind<4, 32, 32, false, 8, true>());
+    work(Kind<4, 32, 32, false, 8, Values::iq4>());
   else if (codes == Codes::iq4_xs)
-    work(Kind<4, 32, 256, false, 8, true>());
+    work(Kind<4, 32, 256, false, 8, Values::iq4>());
+  else if (codes == Codes::mxfp4)
+    work(Kind<4, 32, 32, false, 8, Values::fp4>());
+  else if (codes == Codes::nvfp4)
+    work(Kind<4, 16, 64, false, 8, Values::fp4>());
   else if (codes == Codes::q4_1)
     work(Kind<4, 32, 32, true>());
   else if (codes == Codes::q5_0)

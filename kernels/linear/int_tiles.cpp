@@ -290,7 +290,8 @@ template <bool ZEROS> void multiply_one_segment(const Job<1> &job, const Weight 
 }
 
 // Expands the item's tiles of a weight in ggml's blocks to bytes, in memory of this thread, and multiplies them.
-template <int LIMBS> void multiply_expanded(const Job<LIMBS> &job, const Weight &weight, const WorkItem &item, float *totals) {
+template <int LIMBS>
+void multiply_expanded(const Job<LIMBS> &job, const Weight &weight, const WorkItem &item, int64_t num_rows, float *totals) {
   thread_local std::vector<uint8_t> buffer;
   const int64_t num_tiles = item.last_tile - item.first_tile, num_floats = num_tiles * job.num_segments * LANES;
   uint8_t *bytes = aligned_buffer(buffer, num_tiles * job.layout.tile_bytes() + num_floats * 2 * int64_t{sizeof(float)});
@@ -302,6 +303,9 @@ template <int LIMBS> void multiply_expanded(const Job<LIMBS> &job, const Weight 
   const bool has_minimums = job.asymmetry == Asymmetry::minimums;
   const auto multiply = has_minimums ? multiply_in_segments<LIMBS, Asymmetry::minimums, true> : multiply_in_segments<LIMBS, Asymmetry::none, true>;
   multiply(job, {bytes, false, nullptr, item.first_tile}, num_tiles, item, totals);
+  with_kind(job.blocks, [&](auto kind) {
+    multiply_by_global_scale<decltype(kind)>(weight.memory, item.out->num_tiles(), job.num_inputs, num_rows * num_tiles * LANES, totals);
+  });
 }
 
 template <int LIMBS> void multiply_item(const Job<LIMBS> &job, const WorkItem &item) {
@@ -317,7 +321,7 @@ template <int LIMBS> void multiply_item(const Job<LIMBS> &job, const WorkItem &i
     const auto in_segments = job.asymmetry == Asymmetry::zero_points ? multiply_in_segments<LIMBS, Asymmetry::zero_points>
                                                                      : multiply_in_segments<LIMBS, Asymmetry::none>;
     if (job.blocks != Codes::none) {
-      multiply_expanded(job, weight, item, result);
+      multiply_expanded(job, weight, item, num_rows, result);
     } else if constexpr (LIMBS == 1) {
       const auto one_segment = job.layout.has_zeros ? multiply_one_segment<true> : multiply_one_segment<false>;
       (has_one_segment ? one_segment : in_segments)(job, weight, out.num_tiles(), item, result);

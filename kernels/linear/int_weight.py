@@ -13,7 +13,7 @@ from kernels.linear.float_weight import TILE
 CODES = {  # `enum class Codes` in products.h
     name: number
     for number, name in enumerate(
-        "none int8 int4 float8 q4_1 q5_0 q5_1 q4_k q5_k q6_k q3_k q4_0 q8_0 iq4_nl iq4_xs".split()
+        "none int8 int4 float8 q4_1 q5_0 q5_1 q4_k q5_k q6_k q3_k q4_0 q8_0 iq4_nl iq4_xs mxfp4 nvfp4".split()
     )
 }
 GROUP_SIZES = (128, 64, 32)  # or all inputs

@@ -20,7 +20,8 @@ template <class Kind> struct FileBlock {
   static constexpr int64_t parts = 1 + Kind::has_minimums, groups = Kind::has_scales ? Kind::block / Kind::group : 0;
   static constexpr int64_t code_bytes = Kind::block * Kind::bits / 8;
   static constexpr int64_t scale_bytes = !Kind::has_scales ? 0 : Kind::has_indices ? 6 : Kind::bits == 6 ? 16 : 12;
-  static constexpr int64_t bytes = 2 * parts + scale_bytes + code_bytes;
+  static constexpr int64_t factor_bytes = Kind::is_fp4 ? Kind::factors_bytes / LANES : 2;  // of a part
+  static constexpr int64_t bytes = factor_bytes * parts + scale_bytes + code_bytes;
   // The factor of a Q3_K or Q6_K block is at its end.
   static constexpr int64_t factors_at = Kind::has_scales && !Kind::has_minimums && !Kind::has_indices ? bytes - 2 : 0;
 };
@@ -30,6 +31,11 @@ template <class Kind> void read_codes(const uint8_t *block, uint8_t *codes) {
   using File = FileBlock<Kind>;
   if constexpr (Kind::bits == 8) {
     for (int i = 0; i < 32; ++i) codes[i] = block[2 + i] ^ 128;
+  } else if constexpr (Kind::is_fp4) {
+    constexpr int64_t HALF = Kind::group / 2;
+    const uint8_t *low = block + File::factor_bytes;
+    for (int64_t group = 0; group < Kind::block / Kind::group; ++group, low += HALF, codes += Kind::group)
+      for (int i = 0; i < HALF; ++i) codes[i] = low[i] & 15, codes[HALF + i] = low[i] >> 4;
   } else if constexpr (Kind::has_scales && Kind::has_indices) {
     const uint8_t *low = block + 8;
     for (int group = 0; group < 8; ++group, low += 16, codes += 32)
@@ -113,6 +119,12 @@ inline void store_six_bits(const Ints (&numbers)[4], uint8_t *to) {
 // Writes the factors and scales of a block of `num_rows` outputs. The file's rows are `row_bytes` apart.
 template <class Kind> void pack_head(const uint8_t *block, int64_t row_bytes, int64_t num_rows, uint8_t *packed) {
   using File = FileBlock<Kind>;
+  if constexpr (Kind::is_fp4) {
+    std::memset(packed, 0, Kind::head_bytes);
+    for (int64_t row = 0; row < num_rows; ++row, block += row_bytes)
+      for (int64_t group = 0; group < File::factor_bytes; ++group) packed[group * LANES + row] = block[group];
+    return;
+  }
   uint16_t factors[File::parts * LANES] = {};
   alignas(64) uint8_t scales[std::max<int64_t>(File::parts * File::groups, 1) * LANES];
   std::memset(scales, Kind::scale_bits == 6 ? SCALE_OFFSET : 0, sizeof scales);
@@ -179,19 +191,25 @@ template <class Kind> void pack_tile(const uint8_t *rows, int64_t num_rows, int6
 
 }  // namespace
 
-// are_finite: true, and false afterwards if a factor of the blocks of a file is not finite.
+// Whether a factor is infinite or NaN, or a negative float8, which ggml stores without a sign.
+template <class Kind> bool is_special(const uint8_t *block, int64_t part) {
+  using File = FileBlock<Kind>;
+  if constexpr (Kind::is_fp4)
+    return std::any_of(block, block + File::factor_bytes, [](uint8_t byte) { return byte >= (Kind::has_global_scale ? 0x7f : 0xff); });
+  uint16_t factor;
+  std::memcpy(&factor, block + File::factors_at + 2 * part, 2);
+  return (factor & EXPONENT) == EXPONENT;
+}
+
+// are_finite: true, and false afterwards if a factor of the blocks of a file is special.
 OPERATOR(check_factors, (const uint8_t *blocks, Codes codes, int64_t num_blocks, bool *are_finite)) {
   with_kind(codes, [&](auto kind) {
     using File = FileBlock<decltype(kind)>;
     parallel_for(divide_up(num_blocks, BLOCKS_OF_CHUNK), [&](int64_t chunk) {
-      bool is_special = false;
+      bool any = false;
       for (int64_t block = chunk * BLOCKS_OF_CHUNK; block < std::min((chunk + 1) * BLOCKS_OF_CHUNK, num_blocks); ++block)
-        for (int64_t part = 0; part < File::parts; ++part) {
-          uint16_t factor;
-          std::memcpy(&factor, blocks + block * File::bytes + File::factors_at + 2 * part, 2);
-          is_special |= (factor & EXPONENT) == EXPONENT;
-        }
-      if (is_special) std::atomic_ref(*are_finite).store(false, std::memory_order_relaxed);
+        for (int64_t part = 0; part < File::parts; ++part) any |= is_special<decltype(kind)>(blocks + block * File::bytes, part);
+      if (any) std::atomic_ref(*are_finite).store(false, std::memory_order_relaxed);
     });
   });
 }

@@ -31,7 +31,7 @@ struct Rows {
 };
 
 // The codes of a weight. none: floats of the rows' dtype. The numbers are in kernels/linear/int_weight.py.
-enum class Codes : int32_t { none, int8, int4, float8, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, q3_k, q4_0, q8_0, iq4_nl, iq4_xs };
+enum class Codes : int32_t { none, int8, int4, float8, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, q3_k, q4_0, q8_0, iq4_nl, iq4_xs, mxfp4, nvfp4 };
 
 // The properties that weights must share, in addition to their inputs, to be multiplied together.
 struct Format {

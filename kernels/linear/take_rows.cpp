@@ -77,6 +77,7 @@ void dequantize_float8(const PackedMatrix &matrix, int64_t row, float *out) {
 template <class Kind> void dequantize_blocks(const PackedMatrix &matrix, int64_t row, float *out) {
   const int64_t tile = row / LANES, lane = row % LANES;
   const uint8_t *block = matrix.memory + tile * (matrix.num_inputs / Kind::block) * Kind::block_bytes;
+  const double global_scale = global_scale_of<Kind>(matrix.memory, matrix.num_tiles(), matrix.num_inputs);
   alignas(64) uint8_t codes[Kind::block * LANES + (Kind::block / Kind::group) * LANES * 4 * 2];
   const auto *scales = reinterpret_cast<const float *>(codes + Kind::block * LANES), *minimums = scales + Kind::block / Kind::group * LANES;
   for (int64_t first = 0; first < matrix.num_inputs; first += Kind::block, block += Kind::block_bytes) {
@@ -87,7 +88,7 @@ template <class Kind> void dequantize_blocks(const PackedMatrix &matrix, int64_t
       if constexpr (Kind::has_minimums)
         *out++ = scales[group] * static_cast<float>(code) - minimums[group];
       else
-        *out++ = scales[group] * static_cast<float>(code - Kind::offset);
+        *out++ = static_cast<float>(scales[group] * global_scale) * static_cast<float>(code - Kind::offset);
     }
   }
 }

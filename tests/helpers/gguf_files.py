@@ -103,7 +103,9 @@ FACTORS = {
     "Q5_K": ((0, 2), 2e-4),
     "Q6_K": ((208,), 5e-5),
 }
-"""For each type: the position of the factors in a block, and the largest factor."""
+"""For each type: the position of the float16 factors in a block, and the largest factor."""
+SCALE_BYTES = {"MXFP4": (1, 118, 123), "NVFP4": (4, 1, 16)}
+"""For types with scales of eight bits: how many bytes begin a block, and their range. NVFP4's includes denormals."""
 
 
 def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np.ndarray:
@@ -116,6 +118,11 @@ def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (num_outputs, num_inputs // block, block_bytes), np.uint8)
+    if kind in SCALE_BYTES:
+        count, least, most = SCALE_BYTES[kind]
+        blocks[:, :, :count] = generator.integers(least, most, (*blocks.shape[:2], count), np.uint8)
+        blocks.reshape(-1, block_bytes)[6::7, :count] = 0
+        return blocks.reshape(num_outputs, -1)
     places, largest = FACTORS[kind]
     for place in places:
         halves = generator.uniform(largest / 4, largest, blocks.shape[:2]).astype(np.float16)

@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import BlockWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack_blocks
-from kernels.linear.block_weight import KINDS, pack_portably, read_blocks
+from kernels.linear import (
+    BlockWeight,
+    WeightGroup,
+    grouped_matmul,
+    lookup,
+    matmul,
+    matmul_swiglu,
+    matmul_together,
+    pack_blocks,
+)
+from kernels.linear.block_weight import FP4_VALUES, KINDS, pack_portably, read_blocks
 from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from kernels.threads import set_threads
@@ -19,6 +28,9 @@ from tests.helpers.ways import any_way, compiled
 
 ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]  # tiles need 16 or more
 SHAPES = [(1, 256), (15, 512), (16, 256), (70, 768)]
+BITS = {"Q4_0": 4.5, "Q8_0": 8.5, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "NVFP4": 4.5 + 64 / (16 * 256)}
+BITS |= {"Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q3_K": 3.4375, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625}
+GLOBAL_SCALE = 1 / 2.689  # not a float32
 FLOAT32 = 2**-20  # of the sum of magnitudes: the rounding of a float32 sum over the groups of 768 inputs
 
 
@@ -41,38 +53,40 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
     for shape in [*SHAPES, (17, 3 * KINDS[kind].block_size)]:
         raw, expected = blocks_of(kind, *shape)
         assert read_blocks(kind, raw).dequantize().equal(expected)
-        weight = pack_blocks(kind, raw)
-        assert weight.memory.equal(pack_portably(kind, raw)), shape
+        expected = read_blocks(kind, raw, GLOBAL_SCALE).dequantize()  # other kinds than NVFP4 have no global scale
+        weight = pack_blocks(kind, raw, GLOBAL_SCALE)
+        tiles = pack_portably(kind, raw)
+        assert weight.memory[: len(tiles)].equal(tiles), shape
         assert (weight.num_outputs, weight.num_inputs) == shape
         assert weight.unpack().dequantize().equal(expected)
+        assert lookup(weight, torch.arange(shape[0]), torch.float32).equal(expected)
         assert (
             weight.slice_outputs(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
         )
 
 
-@each(
-    "kind, bits",
-    [
-        ("Q4_0", 4.5),
-        ("Q8_0", 8.5),
-        ("IQ4_NL", 4.5),
-        ("IQ4_XS", 4.3125),
-        ("Q4_1", 5),
-        ("Q5_0", 5.5),
-        ("Q5_1", 6),
-        ("Q3_K", 3.4375),
-        ("Q4_K", 4.625),
-        ("Q5_K", 5.625),
-        ("Q6_K", 6.5625),
-    ],
-)
-def test_bits_of_a_weight(kind: str, bits: float) -> None:
+def test_global_scales_multiply_or_divide() -> None:
+    """Files of compressed-tensors divide scales by a float32: float64 products with its reciprocal round to the same."""
+    raw = torch.arange(127, dtype=torch.uint8).repeat_interleave(4)  # each scale of e4m3
+    raw = torch.cat((raw.view(127, 4), torch.arange(32, dtype=torch.uint8).expand(127, 32) * 41), 1)
+    codes = read_blocks("NVFP4", raw)
+    scales = codes.factors[0, :, :1]
+    numbers = FP4_VALUES[codes.codes[0].int()]
+    for number in torch.randn(200, generator=torch.Generator().manual_seed(0)).exp().tolist():
+        number = torch.tensor(number * 448 * 6)
+        assert read_blocks("NVFP4", raw, 1 / number.double().item()).dequantize().equal(numbers * (scales / number))
+        assert read_blocks("NVFP4", raw, number.item()).dequantize().equal(numbers * (scales * number))
+
+
+def test_bits_of_a_weight() -> None:
     """A packed weight has at most 3 % more bytes than in the file: Q4_K and Q5_K pack the scales of groups into six
-    bits there."""
-    raw, _ = blocks_of(kind, 16, 256)
-    size = pack_blocks(kind, raw).memory.numel()
-    assert 8 * size == bits * 16 * 256
-    assert raw.numel() <= size < 1.03 * raw.numel()
+    bits there, and NVFP4 has another tensor for its global scale."""
+    assert KINDS.keys() == BITS.keys()
+    for kind, bits in BITS.items():
+        raw, _ = blocks_of(kind, 16, 256)
+        size = pack_blocks(kind, raw).memory.numel()
+        assert 8 * size == bits * 16 * 256
+        assert raw.numel() <= size < 1.03 * raw.numel()
 
 
 @any_way
@@ -80,10 +94,11 @@ def test_bits_of_a_weight(kind: str, bits: float) -> None:
 @poisoned()
 def test_products_match_the_numbers(kind: str) -> None:
     for shape in SHAPES:
-        raw, values = blocks_of(kind, *shape)
-        weight, x, bias = pack_blocks(kind, raw), randn(17, shape[1]), randn(1, shape[0])[0]
+        raw, _ = blocks_of(kind, *shape)
+        weight, x, bias = pack_blocks(kind, raw, GLOBAL_SCALE), randn(17, shape[1]), randn(1, shape[0])[0]
+        codes = read_blocks(kind, raw, GLOBAL_SCALE)
+        values = codes.dequantize()
         expected = x.double() @ values.double().T + bias
-        codes = read_blocks(kind, raw)
         # With minimums a value is the difference of two larger numbers, each multiplied by the row's fixed point.
         magnitudes = BlockMagnitudes(codes.dequantize(), codes.factors, codes.scales, kind).of(x)
         error = 2**-16 * magnitudes + FLOAT32 * magnitudes + 1e-6
@@ -123,8 +138,8 @@ class BlockMagnitudes:
 def test_a_rows_bits_do_not_depend_on_its_company(kind: str, dtype: torch.dtype) -> None:
     raw, _ = blocks_of(kind, 70, 768)
     weight, other, floats = (
-        pack_blocks(kind, raw),
-        pack_blocks(kind, raw.flip(0).contiguous()),
+        pack_blocks(kind, raw, GLOBAL_SCALE),
+        pack_blocks(kind, raw.flip(0).contiguous(), 2.0),
         randn(33, 768).to(dtype),
     )
     for x in (floats, int8_rows(floats)):
@@ -155,13 +170,12 @@ def part_of(x: Activations, rows: slice) -> Activations:
 
 
 @any_way
-@each("num_rows", [4, 17])
 @each("kind", KINDS)
-def test_rows_that_are_not_finite(kind: str, num_rows: int) -> None:
+def test_rows_that_are_not_finite(kind: str) -> None:
     raw, _ = blocks_of(kind, 16, 256)
-    x = randn(num_rows, 256)
-    x[0, 7], x[1, 7], x[2] = float("nan"), float("inf"), 0
-    for rows in (x, int8_rows(x)):
+    many = randn(17, 256)
+    many[0, 7], many[1, 7], many[2] = float("nan"), float("inf"), 0
+    for rows in (many[:4], int8_rows(many[:4]), many, int8_rows(many)):
         y = matmul(rows, pack_blocks(kind, raw))
         assert not y[:2].isfinite().any()
         assert y[2].eq(0).all()

@@ -356,7 +356,7 @@ void require_blocks(const Format &format, int64_t num_tiles, int64_t num_inputs,
   with_kind(format.codes, [&](auto kind) {
     using Kind = decltype(kind);
     require_fit(format.group_size == Kind::group && format.has_zeros == Kind::has_minimums && num_inputs % Kind::block == 0);
-    require_fit(bytes == num_tiles * (num_inputs / Kind::block) * Kind::block_bytes);
+    require_fit(bytes == num_tiles * (num_inputs / Kind::block) * Kind::block_bytes + Kind::has_global_scale * int64_t{sizeof(double)});
   });
 }
 
@@ -382,7 +382,7 @@ Packed packed(Step &step, Type type, const std::string &prefix, std::optional<si
   require_fit(weight.type == Type::uint8);
   if (packed.is_compressed) return require_fit(type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
   require_fit(group > 0 && group <= num_inputs);
-  if (format.codes >= Codes::q4_1 && format.codes <= Codes::iq4_xs) return require_blocks(format, layout.num_tiles, num_inputs, bytes), packed;
+  if (format.codes >= Codes::q4_1 && format.codes <= Codes::nvfp4) return require_blocks(format, layout.num_tiles, num_inputs, bytes), packed;
   const int64_t numbers = layout.num_tiles * LANES * divide_up(num_inputs, group), bits = format.codes == Codes::int8 ? 8 : 4;
   require_fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
   require_fit(group == num_inputs || group == 128 || group == 64 || group == 32);
