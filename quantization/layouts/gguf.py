@@ -24,7 +24,7 @@ from quantization.weight_format import QuantizedWeight, WeightFormat, of_blocks
 CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 
-NOT_FINITE = "its scales have values that are not finite: the file is damaged"
+NOT_FINITE = "its scales have values that are not finite, or negative ones of NVFP4: the file is damaged"
 FORMATS = {name: of_blocks(name) for name in KINDS}
 """Formats of the ggml types that stay packed on a CPU. All other types become floats."""
 GPU_FORMATS = {f"Q{bits}_0": WeightFormat(bits, group_size=UNIT) for bits in (8, 4)}
@@ -72,7 +72,8 @@ def _types(files: list[WeightFile]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GGUFWeight:
-    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them.
+    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them, and for NVFP4
+    global_scale float32 [1].
 
     With `keeps_blocks` the model holds the blocks, else their codes and scales.
     """
@@ -83,7 +84,9 @@ class GGUFWeight:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         outputs, inputs = self.shape
-        return {"blocks": (outputs, inputs // KINDS[self.kind].block_size * KINDS[self.kind].block_bytes)}
+        kind = KINDS[self.kind]
+        shapes: dict[str, tuple[int, ...]] = {"blocks": (outputs, inputs // kind.block_size * kind.block_bytes)}
+        return shapes | {"global_scale": (1,)} if kind.has_global_scale else shapes
 
     def output_axes(self) -> dict[str, OutputAxis]:
         return {"blocks": OutputAxis(0)}
@@ -93,10 +96,11 @@ class GGUFWeight:
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for block factors (scales, minimums) that are not finite."""
-        blocks = tensors["blocks"]
-        if not has_finite_factors(self.kind, blocks):
+        blocks, has_global_scale = tensors["blocks"], KINDS[self.kind].has_global_scale
+        scales = tensors["global_scale"].double()[None] if has_global_scale else torch.empty(len(blocks), 0)
+        if not has_finite_factors(self.kind, blocks) or not (scales.isfinite() & (scales > 0)).all():
             raise UserError(NOT_FINITE)
         if self.keeps_blocks:
-            return StoredWeight(QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=self.kind))
+            return StoredWeight(QuantizedWeight(blocks, scales, blocks=self.kind))
         unpacked, offset = read_blocks(self.kind, blocks), 2 ** (KINDS[self.kind].bits - 1)
         return StoredWeight(QuantizedWeight((unpacked.codes - offset).view(torch.int8), unpacked.factors[0]))

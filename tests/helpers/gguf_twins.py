@@ -60,8 +60,14 @@ BLOCK_KINDS = {  # mixed as in Q4_K_M: within q/k/v and within experts, and with
 }
 
 
-def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
-    """Write a GGUF file of random blocks, and a GGUF file of the package's dequantised floats."""
+FP4_KINDS = {name: "NVFP4" if "down" in name or name == "attn_q" else "MXFP4" for name in BLOCK_KINDS}
+
+
+def write_blocks(folder: Path, family: str, kinds: dict[str, str] = BLOCK_KINDS) -> tuple[Path, Path]:
+    """Write a GGUF file of random blocks, and a GGUF file of the package's dequantised floats.
+
+    NVFP4 weights have factors, powers of two: the package's floats times them are not rounded.
+    """
     model_class, config = TWINS[family]
     write_model(folder, model_class, hidden_size=256, intermediate_size=512, head_dim=64, **config)
     architecture = "qwen2" if family == "qwen2" else "llama"
@@ -69,7 +75,7 @@ def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
     for writer in (packed, floats):
         add_shape(writer, folder)
     for i, (name, array) in enumerate(llama_cpp_tensors(folder, architecture == "llama").items()):
-        kind = BLOCK_KINDS.get(name.split(".")[-2]) if array.ndim > 1 else None
+        kind = kinds.get(name.split(".")[-2]) if array.ndim > 1 else None
         if kind is None:
             packed.add_tensor(name, array)
             floats.add_tensor(name, array)
@@ -77,7 +83,13 @@ def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
         type = gguf.GGMLQuantizationType[kind]
         raw = random_blocks(kind, int(np.prod(array.shape[:-1])), array.shape[-1], seed=i)
         packed.add_tensor(name, raw.reshape(*array.shape[:-1], -1), raw_dtype=type)
-        floats.add_tensor(name, np.array(gguf.quants.dequantize(raw, type)).reshape(array.shape))
+        values = np.array(gguf.quants.dequantize(raw, type)).reshape(array.shape)
+        if kind == "NVFP4":
+            factors = 2.0 ** -np.arange(1, 1 + (array.shape[0] if array.ndim == 3 else 1), dtype=np.float32)
+            for leaf in ("scale", "input_scale"):
+                packed.add_tensor(name.replace(".weight", f".{leaf}"), factors)
+            values *= factors.reshape(-1, *[1] * (array.ndim - 1))
+        floats.add_tensor(name, values)
     for writer in (packed, floats):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -32,7 +32,7 @@ from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, random_blocks, write_twin
-from tests.helpers.gguf_twins import TWINS, TYPES, write_blocks, write_pair
+from tests.helpers.gguf_twins import BLOCK_KINDS, FP4_KINDS, TWINS, TYPES, write_blocks, write_pair
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent
 from tests.helpers.quantized_models import quantize_run
@@ -159,10 +159,14 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
 
 @each("family", TWINS)
 def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, floats = write_blocks(tmp_path, family)
+    for kinds in (BLOCK_KINDS, FP4_KINDS):
+        check_blocks(*write_blocks(tmp_path, family, kinds))
+    assert not caplog.messages
+
+
+def check_blocks(file: Path, floats: Path) -> None:
     packed_engine, expected = engine_of(file, block_activations="none"), engine_of(floats)
     rounding_engine = engine_of(file)
-    assert not caplog.messages
     methods = {
         name: module.method
         for name, module in packed_engine.executor.model.named_modules()

@@ -63,6 +63,8 @@ class TensorInfo:
     offset: int
     """In bytes, from the start of the file."""
     num_bytes: int
+    scale: "TensorInfo | None" = None
+    """Its factor, if it is NVFP4 (scales.py). None: 1."""
 
     @property
     def block_size(self) -> int:

@@ -6,11 +6,11 @@ The result is config.json keys, and weights with Hugging Face's names, shapes an
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from conf.errors import UserError
@@ -21,13 +21,16 @@ from models.formats.gguf.halves import Halves, find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
+from models.formats.gguf.scales import of_expert, with_scales
 from models.formats.gguf.shares import Share, find_shares
 from models.formats.gguf.stacked import Stacked, find_stacked
-from models.formats.gguf.tensors import STORED, read_bytes, read_tensor
+from models.formats.gguf.tensors import STORED, read_bytes, read_scale, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
 
 ROUNDING = 2**-22
 """The largest error of A_log from rounding its exponential to float32, by up to two steps."""
+GLOBAL_SCALE = "global_scale"
+"""Name, in a module, of the factor of its weight in blocks."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -63,9 +66,10 @@ class GGUFWeights:
         self._row_orders = row_orders(config, architecture)
         self._column_orders = column_orders(config, architecture)
         self._sources: dict[str, TensorInfo] = {}
-        tensors = all_tensors(headers)
+        tensors = with_scales(all_tensors(headers))
         self._halves: dict[str, Halves | Share] = {**find_halves(tensors), **find_shares(self._layout, tensors, config)}
         self._stacked = find_stacked(self._layout, tensors)
+        self._with_global_scales: list[str] = []
         num_layers = config.get("num_hidden_layers", int, len(tensors))
         part_names = {name for matrix in (self._halves | self._stacked).values() for name in matrix.names}
         for name, tensor in tensors.items():
@@ -96,6 +100,8 @@ class GGUFWeights:
         return order is None or source.shape[1] // order.multiple % source.block_size == 0
 
     def keep_codes(self, modules: Iterable[str]) -> None:
+        types = self.coded_modules()
+        self._with_global_scales = [module for module in modules if types[module] == GGMLQuantizationType.NVFP4.name]
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
                 self._sources[f"{module}.blocks"] = source
@@ -107,6 +113,9 @@ class GGUFWeights:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
+            if name.endswith(f".{GLOBAL_SCALE}"):
+                yield name, self._read_global_scale(name)
+                continue
             tensor = self._read(name)
             module = name.split(".")[-2]
             if self._layout.norm_offset and module.endswith("norm") and not name.endswith(self._layout.plain_norms):
@@ -121,6 +130,10 @@ class GGUFWeights:
             if order := self._column_orders.get(module):
                 tensor = order.restore(tensor.T).T.contiguous()
             yield name, tensor
+
+    def _read_global_scale(self, name: str) -> Tensor:
+        source = self._sources.get(f"{name.rpartition('.')[0]}.blocks")
+        return torch.ones(1) if source is None else read_scale(source)
 
     def _read(self, name: str) -> Tensor:
         if halves := self._halves.get(name):
@@ -148,7 +161,8 @@ class GGUFWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._shape(name, source) for name, source in self._sources.items()}
         shapes |= {name: halves.shape for name, halves in self._halves.items()}
-        return shapes | {name: _stacked_shape(name, matrix) for name, matrix in self._stacked.items()}
+        shapes |= {name: _stacked_shape(name, matrix) for name, matrix in self._stacked.items()}
+        return shapes | {f"{module}.{GLOBAL_SCALE}": (1,) for module in self._with_global_scales}
 
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:
         if name.endswith(".blocks"):
@@ -184,8 +198,4 @@ def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -
     experts = layout.expert_names(name, tensor.shape[0]) if len(tensor.shape) == 3 else None
     if experts is None:
         return {layout.hugging_face_name(name): tensor}
-    size = tensor.num_bytes // len(experts)
-    return {
-        hf_name: replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, num_bytes=size)
-        for i, hf_name in enumerate(experts)
-    }
+    return {hf_name: of_expert(tensor, i) for i, hf_name in enumerate(experts)}

@@ -28,9 +28,10 @@ class Stacked:
 
     @property
     def block_type(self) -> GGMLQuantizationType | None:
-        """The type of all rows. None: they are not quantised, or have several types."""
+        """The type of all rows. None: they are not quantised, or have several types, or factors."""
         types = {part.type for part in self.parts}
-        return types.pop() if len(types) == 1 and not types & STORED.keys() else None
+        has_factors = any(part.scale is not None for part in self.parts)
+        return types.pop() if len(types) == 1 and not types & STORED.keys() and not has_factors else None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from conf.errors import UserError
+from kernels.linear.block_weight import read_blocks
 from models.formats.gguf.header import TensorInfo
 
 STORED = {  # types that are not quantised
@@ -21,7 +22,7 @@ DEQUANTISED_AT_ONCE = 2**20  # values; keeps the gguf package's intermediate res
 
 
 def read_tensor(tensor: TensorInfo) -> Tensor:
-    """Read a tensor in its stored dtype, or dequantised to float32, into new memory."""
+    """Read a tensor in its stored dtype, or dequantised to float32 and scaled, into new memory."""
     data = read_bytes(tensor)
     if tensor.type in STORED:
         return torch.from_numpy(data).view(STORED[tensor.type]).view(tensor.shape)
@@ -30,8 +31,18 @@ def read_tensor(tensor: TensorInfo) -> Tensor:
     at_once = max(1, DEQUANTISED_AT_ONCE // tensor.shape[-1])
     with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
         for start in range(0, len(rows), at_once):
-            values[start : start + at_once] = dequantize(rows[start : start + at_once], tensor.type)
+            part = rows[start : start + at_once]
+            if tensor.scale is None:
+                values[start : start + at_once] = dequantize(part, tensor.type)
+            else:
+                codes = read_blocks(tensor.type.name, torch.from_numpy(part), float(read_scale(tensor)))
+                values[start : start + at_once] = codes.dequantize()
     return torch.from_numpy(values).view(tensor.shape)
+
+
+def read_scale(tensor: TensorInfo) -> Tensor:
+    """Read the factor of a tensor, float32 [1]."""
+    return torch.ones(1) if tensor.scale is None else read_tensor(tensor.scale)
 
 
 def read_bytes(tensor: TensorInfo) -> NDArray[np.uint8]:
