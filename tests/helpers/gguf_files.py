@@ -78,16 +78,20 @@ def add_shape(writer: gguf.GGUFWriter, folder: Path) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind: str) -> None:
     """Write vectors and routers as float32, and all other tensors as `kind`, a ggml type name."""
     for name, array in tensors.items():
         wanted = "F32" if array.ndim == 1 or "ffn_gate_inp" in name else kind
         type = gguf.GGMLQuantizationType[wanted]
         writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 FACTORS = {
@@ -160,10 +164,7 @@ def write_random_llama(file: Path, folder: Path, kind: str) -> None:
         writer.add_tensor(
             f"{name}.weight", random_blocks(kind, *shape, seed), raw_dtype=gguf.GGMLQuantizationType[kind]
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True, **metadata: Any) -> Path:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
 
-from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, random_blocks, write_twin
+from tests.helpers.gguf_files import add_shape, finish, llama_cpp_tensors, random_blocks, write_twin
 from tests.helpers.oracle import write_model
 
 TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
@@ -91,8 +91,5 @@ def write_blocks(folder: Path, family: str, kinds: dict[str, str] = BLOCK_KINDS)
             values *= factors.reshape(-1, *[1] * (array.ndim - 1))
         floats.add_tensor(name, values)
     for writer in (packed, floats):
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return folder / "packed.gguf", folder / "floats.gguf"

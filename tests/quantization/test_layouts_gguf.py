@@ -31,7 +31,7 @@ from quantization.layouts.sharded import ShardedLayout
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
-from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, random_blocks, write_twin
+from tests.helpers.gguf_files import add_shape, finish, llama_cpp_tensors, random_blocks, write_twin
 from tests.helpers.gguf_twins import BLOCK_KINDS, FP4_KINDS, TWINS, TYPES, write_blocks, write_pair
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent
@@ -243,6 +243,26 @@ def test_a_share_of_blocks(tmp_path: Path) -> None:
     assert stored.weight.dequantize().equal(
         GGUFWeight("Q4_K", (40, 512)).read({"blocks": raw}).weight.dequantize()[rows]
     )
+
+
+def test_scales_of_fp4_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    for kind, byte in (("MXFP4", 0xFF), ("NVFP4", 0x7F), ("NVFP4", 0x81)):  # NaN, NaN, negative
+        layout, raw = GGUFWeight(kind, (40, 512)), torch.from_numpy(random_blocks(kind, 40, 512, seed=3))
+        layout.read({"blocks": raw, "global_scale": torch.ones(1)})
+        for factor in (float("nan"), float("inf"), 0.0, -1.0) if kind == "NVFP4" else ():
+            with pytest.raises(UserError, match="its scales have values that are not finite, or"):
+                layout.read({"blocks": raw, "global_scale": torch.tensor([factor])})
+        raw[39, -36 if kind == "NVFP4" else -17] = byte
+        with pytest.raises(UserError, match="its scales have values that are not finite, or"):
+            layout.read({"blocks": raw, "global_scale": torch.ones(1)})
+    write_model(tmp_path, LlamaForCausalLM)
+    writer, kind = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), gguf.GGMLQuantizationType.NVFP4
+    add_shape(writer, tmp_path)
+    writer.add_tensor("token_embd.weight", random_blocks("NVFP4", 96, 64, seed=0), raw_dtype=kind)
+    writer.add_tensor("token_embd.scale", np.ones(2, np.float32))
+    finish(writer)
+    with pytest.raises(UserError, match=r"x.gguf: token_embd.scale is F32 \[2\], expected F32 \[1\]"):
+        open_checkpoint(tmp_path / "x.gguf", False).open_weights({})
 
 
 @each(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])

@@ -18,7 +18,7 @@ from models.formats.gguf.header import TYPES
 from quantization.layouts.gguf import FORMATS
 from tests.helpers.builders import SMALL, complete, engine_of
 from tests.helpers.cases import each
-from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, opened, write_tensors, write_twin
+from tests.helpers.gguf_files import add_shape, finish, llama_cpp_tensors, opened, write_tensors, write_twin
 from tests.helpers.gguf_models import LLAMA_LIKE as MODELS
 from tests.helpers.oracle import random_prompts, write_model
 
@@ -102,13 +102,6 @@ def add_minimum(writer: gguf.GGUFWriter) -> None:
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(4)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def llama3_divisors(theta: float, head_dim: int, scaling: dict[str, float]) -> np.ndarray:
