@@ -205,7 +205,7 @@ def test_blocks_of_a_gguf_file(exports: Exports, tmp_path: Path) -> None:
     check_alone(run_config(write_twin(tmp_path / "model", tmp_path / "twin.gguf", "Q5_0")), exports)
 
 
-@pytest.mark.parametrize("kind", tiers([("Q4_K",), ("Q5_K",), ("Q6_K",)], long=[("Q4_K",)]))
+@pytest.mark.parametrize("kind", tiers([("Q4_K",), ("Q5_K",), ("Q6_K",), ("NVFP4",)], long=[("Q4_K",)]))
 def test_superblocks_of_a_gguf_file(kind: str, exports: Exports, tmp_path: Path) -> None:
     write_llama(tmp_path / "model", hidden_size=256, intermediate_size=256)
     write_random_llama(tmp_path / "random.gguf", tmp_path / "model", kind)
