@@ -124,9 +124,10 @@ def read_decoder_config(
 
 
 class Attention(Module):
-    """Grouped-query attention (arXiv 2305.13245), full or with a sliding window."""
+    """Grouped-query attention (arXiv 2305.13245): full, with a sliding window, or in chunks of tokens."""
 
     soft_cap: float | None = None
+    chunk: int | None = None
 
     def __init__(
         self, c: DecoderConfig, window: int | None = None, qkv_bias: bool = False, o_bias: bool = False
@@ -151,7 +152,7 @@ class Attention(Module):
         projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
-        attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)
+        attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window, chunk=self.chunk)
         return self.o_proj(attended, batch)
 
     def turn_and_store(

@@ -116,6 +116,7 @@ ARCHITECTURES = {
         "llama.Llama",
         INV_FREQ,
     ),
+    "llama4_text": Architecture("Llama 4", "llama4.read_config", "llama4.Llama4"),
     "mamba2": Architecture("Mamba-2, Codestral Mamba", "mamba2.read_config", "mamba2.Mamba2LM"),
     "minimax_m2": Architecture("MiniMax-M2", "minimax_m2.read_config", "minimax_m2.MiniMaxM2"),
     "ministral3": Architecture("Ministral 3", "ministral3.read_config", "ministral3.Ministral3"),

@@ -42,6 +42,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return attention [T, H, E], as `reference.paged_attention` does, but in float32: products of bfloat16 are exact
     and summed in float32."""
@@ -67,6 +68,7 @@ def paged_attention(
         scale,
         soft_cap or 0.0,
         window or 0,
+        chunk or 0,
         None if alibi_slopes is None else alibi_slopes.data_ptr(),
         None if prefix_lengths is None else prefix_lengths.data_ptr(),
         out.data_ptr(),

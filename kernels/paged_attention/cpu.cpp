@@ -317,9 +317,9 @@ void join_splits(const WorkItem *item, float *partials, Scratch &scratch) {
 
 OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const PagedVectors &values, const int64_t *tables,
                            int64_t table_width, const int64_t *starts, const int64_t *lengths, int64_t num_sequences, int64_t num_heads,
-                           float scale, float soft_cap, int64_t window, const float *slopes, const int64_t *prefixes, void *out)) {
+                           float scale, float soft_cap, int64_t window, int64_t chunk, const float *slopes, const int64_t *prefixes, void *out)) {
   const Call call{query,  out,         keys,          values,    tables, starts, lengths, prefixes,
-                  slopes, table_width, num_sequences, num_heads, window, scale,  soft_cap};
+                  slopes, table_width, num_sequences, num_heads, window, chunk, scale,  soft_cap};
   thread_local Scratch scratch_of_thread;
   thread_local std::vector<WorkItem> items;
   thread_local std::vector<float> partials_buffer;

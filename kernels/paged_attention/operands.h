@@ -24,7 +24,7 @@ struct Call {
   const PagedVectors &keys, &values;
   const int64_t *tables, *starts, *lengths, *prefixes;  // prefixes: may be null
   const float *slopes;                                  // may be null
-  int64_t table_width, num_sequences, num_heads, window;  // window: 0 if none
+  int64_t table_width, num_sequences, num_heads, window, chunk;  // window, chunk: 0 if none
   float scale, soft_cap;                                // soft_cap: 0 if none
   int64_t heads_per_group = num_heads / keys.num_heads;
   bool multiplies_codes = is_coded(keys, values);
@@ -50,7 +50,10 @@ struct Rows {
   int64_t length() const { return call.lengths[sequence]; }
   int64_t position(int64_t row) const { return length() - call.num_new(sequence) + token(row); }
   // A row attends to keys begin to end - 1. Neither bound decreases from one row to the next.
-  int64_t begin(int64_t row) const { return call.window ? std::max<int64_t>(position(row) - call.window + 1, 0) : 0; }
+  int64_t begin(int64_t row) const {
+    if (call.chunk) return position(row) / call.chunk * call.chunk;
+    return call.window ? std::max<int64_t>(position(row) - call.window + 1, 0) : 0;
+  }
   int64_t end(int64_t row) const {
     const int64_t prefix = call.prefixes ? std::min(call.prefixes[sequence], length()) : 0;
     return std::max(position(row) + 1, prefix);

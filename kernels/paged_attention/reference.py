@@ -20,6 +20,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return softmax(scale * q k^T) v of every new token over its sequence, up to and including the token itself.
 
@@ -28,6 +29,7 @@ def paged_attention(
     ceil(L / B) of block_tables [S, M]. block_tables, query_starts [S+1] and context_lengths [S] are int64.
     - soft_cap c: scores become c * tanh(score / c) (Gemma 2).
     - window w: a token attends to itself and the w - 1 tokens before it (arXiv 2310.06825).
+    - chunk c: a token attends only to tokens of its chunk, which begins at a multiple of c (Llama 4). Without a window.
     - alibi_slopes [H] float32: slope * (key's position - query's position) is added to scores (arXiv 2108.12409).
     - prefix_lengths [S] int64: all tokens of a sequence attend to its first prefix_lengths[s] tokens.
 
@@ -55,6 +57,8 @@ def paged_attention(
             hidden &= torch.arange(length, device=q.device) >= prefix_lengths[s]
         if window is not None:
             hidden |= distance <= -window
+        if chunk is not None:
+            hidden |= torch.arange(length, device=q.device) < position // chunk * chunk
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)  # [G, H/G, Q, L]
         output[starts[s] : starts[s + 1]] = _weighted(weights, values, hidden)
     return output

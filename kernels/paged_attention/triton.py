@@ -50,6 +50,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute the same as kernels/paged_attention/reference.py, with the softmax and all sums in float32.
 
@@ -79,7 +80,7 @@ def paged_attention(
     where = (block_tables, *(None if vector is None else vector.contiguous() for vector in vectors))
     numbers = (scale, query.stride(0), query.stride(1), block_tables.stride(0), num_tokens, num_sequences)
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
-    kind = {"soft_cap": soft_cap, "window": window, "SPLITS": splits}
+    kind = {"soft_cap": soft_cap, "window": window, "chunk": chunk, "SPLITS": splits}
     warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     grid = (token_blocks, head_blocks, splits)
     _attend[grid](query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps)
@@ -217,11 +218,21 @@ def _read(
 
 
 @triton.jit
-def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr):
+def _tiles(
+    first_position,
+    seen_end,
+    split,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """Return the first tile of positions of a split, and the end of its tiles."""
     first, last = 0, tl.cdiv(seen_end, POSITIONS)
     if window is not None:
         first = tl.maximum(first_position - window + 1, 0) // POSITIONS
+    if chunk is not None:
+        first = first_position // chunk * chunk // POSITIONS
     if SPLITS > 1:
         tiles_per_split = tl.cdiv(last - first, SPLITS)
         first += split * tiles_per_split
@@ -230,7 +241,17 @@ def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.
 
 
 @triton.jit
-def _exponents(scores, seen, valid, position, prefix, slope, soft_cap: tl.constexpr, window: tl.constexpr):
+def _exponents(
+    scores,
+    seen,
+    valid,
+    position,
+    prefix,
+    slope,
+    soft_cap: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+):
     """Return log2 of the weights [R, L], up to a constant per row; -inf where a row does not attend to a position."""
     if soft_cap is not None:
         scores = soft_cap * (1 - 2 / (tl.exp(2 / soft_cap * scores) + 1))  # tanh
@@ -240,6 +261,8 @@ def _exponents(scores, seen, valid, position, prefix, slope, soft_cap: tl.conste
     visible = (distance <= 0) | (seen < prefix)[None, :]
     if window is not None:
         visible &= distance > -window
+    if chunk is not None:
+        visible &= seen[None, :] >= (position // chunk * chunk)[:, None]
     return tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
 
 
@@ -267,6 +290,7 @@ def _attend(
     value_channels: tl.constexpr,
     soft_cap: tl.constexpr,
     window: tl.constexpr,
+    chunk: tl.constexpr,
     block_size: tl.constexpr,
     groups: tl.constexpr,
     heads: tl.constexpr,
@@ -318,7 +342,7 @@ def _attend(
         prefix = tl.load(prefix_lengths + s).to(tl.int32)
     first_position = length - (end - start) + first
     seen_end = tl.minimum(length, tl.maximum(first_position + TOKENS, prefix))
-    first_tile, last_tile = _tiles(first_position, seen_end, split, window, POSITIONS, SPLITS)
+    first_tile, last_tile = _tiles(first_position, seen_end, split, window, chunk, POSITIONS, SPLITS)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -341,7 +365,7 @@ def _attend(
                 key_codes, key_scales, at, valid, key_channels, REST, key_width, key_group, key_static, dtype, MAIN
             )
             scores = tl.dot(q_rest, tl.trans(keys), scores, input_precision="ieee")
-        scores = _exponents(scores * scale, seen, valid, position, prefix, slope, soft_cap, window)
+        scores = _exponents(scores * scale, seen, valid, position, prefix, slope, soft_cap, window, chunk)
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without visible positions so far
         weights = tl.exp2(scores - base[:, None])

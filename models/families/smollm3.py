@@ -25,20 +25,20 @@ def read_config(config: ConfigReader) -> SmolLM3Config:
     shape = llama.read_config(config)
     return SmolLM3Config(
         **{**vars(shape), "tie_word_embeddings": config.get("tie_word_embeddings", bool, True)},
-        turns=_read_turns(config, shape.num_hidden_layers),
+        turns=read_turns(config, shape.num_hidden_layers),
         windows=read_named_windows(config, shape.num_hidden_layers),
     )
 
 
-def _read_turns(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+def read_turns(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer rotates queries and keys.
 
-    `no_rope_layers` holds 1 for a layer with rotation. Without it, every `no_rope_layer_interval`th layer has no
-    rotation.
+    `no_rope_layers` holds 1 for a layer with rotation. Without it, or if it is empty, every
+    `no_rope_layer_interval`th layer has no rotation.
     """
     interval = config.count("no_rope_layer_interval", 4)
     turns = config.raw("no_rope_layers")
-    if turns is None:
+    if turns is None or turns == []:
         return tuple(i % interval != 0 for i in range(1, num_layers + 1))
     if not isinstance(turns, list) or len(turns) != num_layers or any(flag not in (0, 1) for flag in turns):
         raise UserError(f"config.json: no_rope_layers={turns!r} is not {num_layers} times 0 or 1")

@@ -12,6 +12,7 @@ log = logging.getLogger(__name__)
 
 TEXT_MODELS = {
     "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
@@ -30,6 +31,7 @@ TEXT_TYPES = {
 """The equivalent architecture by the text's `model_type`. They are equivalent if all positions are text positions."""
 OTHER_TOWERS = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "visual.",
     "model.vision_tower.",

@@ -104,8 +104,8 @@ def read_rotary_config(
             raise UserError(f"config.json: rope_scaling: factor={fields['factor']} is less than 1")
     if kind == "llama3":
         low, high = (scaling.positive(name) for name in ("low_freq_factor", "high_freq_factor"))
-        if low >= high:
-            raise UserError(f"config.json: rope_scaling: low_freq_factor={low} is not below high_freq_factor={high}")
+        if low > high:
+            raise UserError(f"config.json: rope_scaling: low_freq_factor={low} is above high_freq_factor={high}")
         fields |= {"low_freq_factor": low, "high_freq_factor": high}
     elif kind == "yarn":
         fields |= _read_yarn(scaling, fields["factor"])

@@ -100,6 +100,15 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     "qwen3_next": {**HYBRID, **HYBRID_MIXTURE, "vocab_size": 151936},
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {**HYBRID, **HYBRID_MIXTURE},
+    "llama4_text": {
+        **LLAMA,
+        "num_hidden_layers": 8,
+        "intermediate_size": 1024,
+        "intermediate_size_mlp": 2048,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+    },
     "lfm2_moe": {
         "hidden_size": 1024,
         "intermediate_size": 3584,

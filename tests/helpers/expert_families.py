@@ -80,6 +80,42 @@ EXPERTS = {
             ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ],
     ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        sizes={
+            **BASE,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 40,
+            "attention_chunk_size": 7,
+            "floor_scale": 4,
+            "moe_layers": None,
+            "no_rope_layers": None,
+        },
+        variants=[
+            {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+            {"num_experts_per_tok": 3, "use_qk_norm": False, "attn_temperature_tuning": False},
+            {
+                "num_hidden_layers": 2,
+                "no_rope_layers": [1, 0],
+                "layer_types": [FULL, "chunked_attention"],
+                "moe_layers": [0],
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "attn_scale": 0.3,
+            },
+        ],
+        refused=[
+            NOT_SILU,
+            ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+            ({"moe_layers": [4]}, r"moe_layers=\[4\] is not a list of layers from 0 to 3"),
+            ({"no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not 4 times 0 or 1"),
+            ({"layer_types": [SLIDING] * 4}, "layer_types has 'sliding_attention', which is not supported"),
+            ({"attention_chunk_size": 0}, "attention_chunk_size=0 is not a number above 0"),
+        ],
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         sizes={

@@ -206,7 +206,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention prefill float32": partial(attend, "llama-3.1-8b", 512, 4, dtype=torch.float32),
     "attention alibi": lambda: attend("baichuan-13b", 512, 4, alibi_slopes=torch.empty(40)),
     "attention window and cap": partial(attend, "gemma-2-9b", 512, 4, window=4096, soft_cap=50.0),
-    "attention prefix": lambda: attend("llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64)),
+    "attention prefix": lambda: attend("llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64), chunk=8192),
     "attention latent decode": partial(attend_latent, 64, 64),
     "attention latent prefill": partial(attend_latent, 4096, 1),
     **{f"kv_store {kind}": partial(store, kind) for kind in NAMES},

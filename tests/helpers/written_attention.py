@@ -15,12 +15,13 @@ def written_out(
     result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
     first, heads_per_group = len(keys) - len(query), query.shape[1] // keys.shape[1]
     keys, values = (part.double().repeat_interleave(heads_per_group, 1) for part in (keys, values))  # per head
-    cap, window, slopes = options.get("soft_cap"), options.get("window"), options.get("alibi_slopes")
+    cap, window, chunk, slopes = (options.get(name) for name in ("soft_cap", "window", "chunk", "alibi_slopes"))
     prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
     for i in range(len(query)):
         position = first + i
         seen = [j for j in range(len(keys)) if j <= position or j < prefix]
         seen = [j for j in seen if window is None or j > position - window]
+        seen = [j for j in seen if chunk is None or j >= position // chunk * chunk]
         scores = (keys[seen] * query[i].double()).sum(-1) * scale  # [seen, H]
         if cap is not None:
             scores = cap * (scores / cap).tanh()

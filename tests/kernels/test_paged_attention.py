@@ -67,7 +67,7 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
 @each(
     "options",
     [
-        {"soft_cap": 0.7},
+        {"soft_cap": 0.7, "chunk": 5},
         {"window": 1},
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},

@@ -109,6 +109,8 @@ def formula(filled: Filled, s: int, first: int, options: Options) -> Tensor:
         scores = scores + slopes.double()[:, None, None] * distance
     prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
     hidden = (distance > 0) & (torch.arange(len(keys)) >= prefix) | (distance <= -options.get("window", len(keys)))
+    if chunk := options.get("chunk"):
+        hidden |= torch.arange(len(keys)) < (torch.arange(first, len(keys)) // chunk * chunk)[:, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hql,lhe->qhe", weights, values.repeat_interleave(repeats, 1))
 
@@ -150,7 +152,7 @@ def test_reads_every_format(dtype: torch.dtype, name: str, sizes: tuple[int, int
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 OPTIONS: list[Options] = [
     {"soft_cap": 0.7},
-    {"soft_cap": 50.0},
+    {"soft_cap": 50.0, "chunk": 70},
     {"window": 1},
     {"window": 65},
     {"window": 300},
@@ -177,7 +179,7 @@ def test_long_prompt_whole(heads: int, groups: int) -> None:
 EXACT = [
     (torch.float32, "none", {}),
     (torch.bfloat16, "none", {}),
-    (torch.bfloat16, "int8", {"window": 100}),
+    (torch.bfloat16, "int8", {"chunk": 100}),
     (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES}),
     (torch.float32, "int8 static", {}),
     (torch.bfloat16, "fp8 static", {"window": 50}),

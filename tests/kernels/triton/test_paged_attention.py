@@ -28,7 +28,7 @@ def test_reads_every_format_of_the_cache(kv_cache: str, numbers: tuple[torch.dty
 @each(
     "options",
     [
-        {"soft_cap": 0.7},
+        {"soft_cap": 0.7, "chunk": 5},
         {"window": 1},
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
@@ -46,7 +46,7 @@ def test_values_of_other_width_than_keys(key_dim: int, value_dim: int) -> None:
     check([(1, 40), (0, 9), (3, 5)], 36, 1, key_dim, value_dim)  # more heads than a tile has rows
 
 
-@each("kv_cache, options", product(["none", "int4"], [{}, {"window": 200}]))
+@each("kv_cache, options", product(["none", "int4"], [{"chunk": 500}, {"window": 200}]))
 def test_long_sequences_are_split(kv_cache: str, options: dict[str, Any]) -> None:
     """520 positions have four splits; most splits of the other sequence are empty."""
     assert triton.num_splits(2, 520) == 4
