@@ -148,8 +148,12 @@ class Mixture(Module):
         num_chosen, no_bias = self.experts.num_experts_per_tok, self._no_bias.on(x.device)
         scores, chosen = route_corrected(self.router(x, batch).float(), no_bias, num_chosen, False)  # [T, K] each
         result: Tensor = self.shared_expert(x, batch)
-        for score, expert in zip(scores.to(x.dtype).split(1, 1), chosen.split(1, 1), strict=True):
-            result = result + self.experts(x * score, torch.ones_like(score, dtype=torch.float32), expert)
+        unweighted = scores.new_full((x.shape[0], 1), 1.0)
+        scores = scores.to(x.dtype)
+        # An exported graph takes the router's own output only. The published models choose one expert per token.
+        pairs = [(scores, chosen)] if num_chosen == 1 else zip(scores.split(1, 1), chosen.split(1, 1), strict=True)
+        for score, expert in pairs:
+            result = result + self.experts(x * score, unweighted, expert)
         return result
 
 
