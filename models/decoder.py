@@ -7,7 +7,7 @@ vocabulary, R output rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.named_parts import NamedParts, register
-from models.layers.norm import AddRMSNorm, ResidualStream
+from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config
 
 
@@ -182,8 +182,11 @@ class NoPEAttention(Attention):
 
 
 class Rotary(Protocol):
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """Return cos and sin of the rotation angles. positions and prompt_lengths: [T] int64."""
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Any:
+        """Return what the attention layers take: cos and sin of the rotation angles, or more.
+
+        positions and prompt_lengths: [T] int64.
+        """
 
 
 def residual_norm(c: PreNormShape) -> AddRMSNorm:
@@ -202,12 +205,31 @@ class DecoderLayer(NamedParts):
         """`mlps`: one, unless the subclass computes several."""
         super().__init__(residual_norm(c), self_attn, residual_norm(c), *mlps)
 
-    def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
+    def forward(self, stream: ResidualStream, angles: Any, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
         normed, x = attention_norm(*stream, attention.readers)  # [T, E] each
         attended = attention(normed, angles, batch, cache)
         normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
         return ResidualStream(x, mlp(normed, batch))
+
+
+class BranchNormLayer(DecoderLayer):
+    """Pre-norm with a norm of each branch: y = x + norm(attention(norm(x))), then y + norm(mlp(norm(y)))."""
+
+    branch_norms: tuple[str, str]
+
+    def __init__(self, c: PreNormShape, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(c, self_attn, mlp)
+        for name in self.branch_norms:
+            self.add_module(name, RMSNorm(c.hidden_size, c.rms_norm_eps, c.norm_weight_offset))
+
+    def forward(self, stream: ResidualStream, angles: Any, batch: Batch, cache: LayerCache) -> ResidualStream:
+        attention_norm, attention, mlp_norm, mlp = self.parts
+        branch_norm, mlp_branch_norm = (getattr(self, name) for name in self.branch_norms)
+        normed, x = attention_norm(*stream, attention.readers)  # [T, E] each
+        attended = branch_norm(attention(normed, angles, batch, cache))
+        normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
+        return ResidualStream(x, mlp_branch_norm(mlp(normed, batch)))
 
 
 class MixerLayer(NamedParts):
@@ -244,7 +266,7 @@ class PreNormLM(CausalLM):
     def embed(self, batch: Batch) -> ResidualStream:
         return ResidualStream(self.embedding(batch.token_ids))
 
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles | None]:
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
         return (None if self.rotary is None else self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
 
     def received_stream(self, x: Tensor) -> ResidualStream:

@@ -59,6 +59,7 @@ def _named(name: str) -> Any:
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 
 ARCHITECTURES = {
+    "afmoe": Architecture("Arcee Trinity", "afmoe.read_config", "afmoe.Afmoe"),
     "arcee": Architecture("Arcee AFM", "arcee.read_config", "arcee.Arcee"),
     "baichuan": Architecture(
         "Baichuan 7B and 13B, Baichuan2 7B and 13B",
@@ -79,6 +80,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("Ernie 4.5", "ernie4_5.read_config", "ernie4_5.Ernie45"),
     "ernie4_5_moe": Architecture("Ernie 4.5 MoE", "ernie4_5_moe.read_config", "ernie4_5_moe.Ernie45Moe"),
     "exaone4": Architecture("EXAONE 4", "exaone4.read_config", "exaone4.Exaone4"),
+    "exaone_moe": Architecture("K-EXAONE", "exaone_moe.read_config", "exaone_moe.ExaoneMoe"),
     "falcon": Architecture("Falcon", "falcon.read_config", "falcon.Falcon", INV_FREQ),
     "falcon_h1": Architecture("Falcon-H1", "falcon_h1_config.read_config", "falcon_h1.FalconH1"),
     "gemma": Architecture("Gemma 1, CodeGemma", "gemma.read_config", "gemma.Gemma", INV_FREQ),
@@ -103,6 +105,11 @@ ARCHITECTURES = {
         "Granite 4 preview, MoE with a shared part", "granite_moe.read_config", "granite_moe.GraniteMoeShared"
     ),
     "helium": Architecture("Helium", "helium.read_config", "helium.Helium"),
+    "hunyuan_v1_dense": Architecture(
+        "Hunyuan 0.5B to 7B", "hunyuan_v1_dense.read_config", "hunyuan_v1_dense.HunyuanDense"
+    ),
+    "hunyuan_v1_moe": Architecture("Hunyuan A13B", "hunyuan_v1_moe.read_config", "hunyuan_v1_moe.HunyuanMoe"),
+    "hyperclovax": Architecture("HyperCLOVA X", "hyperclovax.read_config", "hyperclovax.HyperCLOVAX"),
     "internlm2": Architecture("InternLM2, 2.5", "internlm2.read_config", "internlm2.InternLM2", INV_FREQ),
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
     "jais2": Architecture("Jais 2", "jais2.read_config", "jais2.Jais2"),
@@ -118,9 +125,12 @@ ARCHITECTURES = {
     ),
     "llama4_text": Architecture("Llama 4", "llama4.read_config", "llama4.Llama4"),
     "mamba2": Architecture("Mamba-2, Codestral Mamba", "mamba2.read_config", "mamba2.Mamba2LM"),
+    "minicpm3": Architecture("MiniCPM3", "minicpm3.read_config", "minicpm3.MiniCPM3"),
     "minimax_m2": Architecture("MiniMax-M2", "minimax_m2.read_config", "minimax_m2.MiniMaxM2"),
+    "ministral": Architecture("Ministral 8B", "ministral.read_config", "cwm.Cwm"),
     "ministral3": Architecture("Ministral 3", "ministral3.read_config", "ministral3.Ministral3"),
     "mistral": Architecture("Mistral", "mistral.read_config", "mistral.Mistral"),
+    "mistral4": Architecture("Mistral Small 4", "mistral4.read_config", "mistral4.Mistral4"),
     "mixtral": Architecture("Mixtral 8x7B, 8x22B", "mixtral.read_config", "mixtral.Mixtral"),
     "nemotron": Architecture("Nemotron-4, Minitron", "nemotron.read_config", "nemotron.Nemotron"),
     "nemotron_h": Architecture("Nemotron-H, Nemotron Nano 2, 3", "nemotron_h.read_config", "nemotron_h.NemotronH"),
@@ -140,6 +150,7 @@ ARCHITECTURES = {
     "qwen3_5_text": Architecture("Qwen3.5, Qwen3.6", "qwen3_5.read_config", "qwen3_5.Qwen35"),
     "qwen3_next": Architecture("Qwen3-Next", "qwen3_next_config.read_mixtures", "qwen3_next.Qwen3Next"),
     "seed_oss": Architecture("Seed-OSS", "seed_oss.read_config", "seed_oss.SeedOss"),
+    "solar_open": Architecture("Solar Open", "solar_open.read_config", "glm4_moe.Glm4Moe"),
     "stablelm": Architecture("StableLM, StableLM 2", "stablelm.read_config", "stablelm.StableLm", INV_FREQ),
     "starcoder2": Architecture("StarCoder 2", "starcoder2.read_config", "starcoder2.Starcoder2"),
     "smollm3": Architecture("SmolLM3", "smollm3.read_config", "smollm3.SmolLM3"),

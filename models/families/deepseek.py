@@ -7,6 +7,7 @@ Module names match the checkpoint's tensor names.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from kernels.kv_store import kv_store
 from kernels.quantize_rows import Activations
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
-from models.decoder import DecoderLayer, PreNormLM
+from models.decoder import DecoderLayer, PreNormLM, Rotary
 from models.families.deepseek_config import DeepseekConfig, LatentConfig
 from models.layers.attention import Heads, attend_latent
 from models.layers.grouped_moe import GroupedMoE
@@ -82,11 +83,15 @@ class LatentAttention(Module):
         to_key, to_value = self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         return to_key, to_value
 
-    def rotate(self, part: Tensor, angles: Angles | None) -> Tensor:
+    def rotate(self, part: Tensor, angles: Any) -> Tensor:
         """Return the rotated part with position of queries or of the key."""
         return part
 
-    def forward(self, x: Activations, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
+    def scale(self, query: Tensor, angles: Any) -> Tensor:
+        """Return the queries [T, H, L + P] as they are before the product with the keys."""
+        return query
+
+    def forward(self, x: Activations, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
         query, latent = self.first(x, batch)
         if c.q_lora_rank is not None:
@@ -96,6 +101,7 @@ class LatentAttention(Module):
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         query_rope, key_rope = (self.rotate(part, angles) for part in (query_rope, key_rope))
         query = torch.cat((self.to_key(query, self._key_weight), query_rope), dim=-1)  # [T, H, L + P]
+        query = self.scale(query, angles)
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
         kv_store(key, key[..., :0], *cache, batch.slots)
         attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
@@ -105,13 +111,13 @@ class LatentAttention(Module):
 class Attention(LatentAttention):
     """Multi-head latent attention with rotary embedding."""
 
-    def __init__(self, c: DeepseekConfig) -> None:
+    def __init__(self, c: LatentConfig, rope_interleave: bool) -> None:
         super().__init__(c)
-        self.rope_interleave = c.rope_interleave
+        self.rope_interleave = rope_interleave
 
-    def rotate(self, part: Tensor, angles: Angles | None) -> Tensor:
-        assert angles is not None
-        return rope(part, *angles, self.rope_interleave)
+    def rotate(self, part: Tensor, angles: Any) -> Tensor:
+        cos, sin = angles
+        return rope(part, cos, sin, self.rope_interleave)
 
 
 def _mlp(c: DeepseekConfig, sparse: bool) -> nn.Module:
@@ -152,6 +158,7 @@ class NextTokenLayer(DecoderLayer):
 
 class Deepseek(PreNormLM):
     config: DeepseekConfig
+    attention: type[Attention] = Attention
     layout = ModelLayout(
         norms=("input_layernorm", "self_attn.q_a_layernorm", "post_attention_layernorm"),
         scale_fold_targets={"down_proj": "up_proj"},
@@ -161,12 +168,15 @@ class Deepseek(PreNormLM):
     # bfloat16 cannot separate the scores of many experts. A bfloat16 weight would also be converted in every step.
     float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")
 
-    def __init__(self, c: DeepseekConfig) -> None:
+    def __init__(self, c: DeepseekConfig, rotary: Rotary | None = None) -> None:
+        """`rotary`: None for `c.rotary`."""
         layers = (
-            (DecoderLayer if i < c.num_hidden_layers else NextTokenLayer)(c, Attention(c), _mlp(c, c.has_experts(i)))
+            (DecoderLayer if i < c.num_hidden_layers else NextTokenLayer)(
+                c, self.attention(c, c.rope_interleave), _mlp(c, c.has_experts(i))
+            )
             for i in range(c.num_hidden_layers + c.predicts_ahead)
         )
-        super().__init__(c, layers, RotaryEmbedding(c.rotary))
+        super().__init__(c, layers, rotary or RotaryEmbedding(c.rotary))
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """config.json of DeepSeek-V2 and -V3. N channels without position and P with position of a query or key head."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from conf.errors import UserError
 from models.capabilities import ModelCapabilities
@@ -13,19 +15,16 @@ from models.layers.rotary import RotaryConfig, read_rotary_config, yarn_mscale
 
 @dataclass(frozen=True)
 class LatentConfig(PreNormShape):
-    """The config of a model with multi-head latent attention and mixtures of experts."""
+    """The config of a model with multi-head latent attention."""
 
     intermediate_size: int
-    moe_intermediate_size: int
     num_attention_heads: int
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    n_shared_experts: int
     attention_bias: bool
-    routing: Routing
 
     @property
     def softmax_scale(self) -> float:
@@ -33,7 +32,16 @@ class LatentConfig(PreNormShape):
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(LatentConfig):
+class LatentMoeConfig(LatentConfig):
+    """The config of a model with multi-head latent attention and mixtures of experts."""
+
+    moe_intermediate_size: int
+    n_shared_experts: int
+    routing: Routing
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(LatentMoeConfig):
     first_k_dense_replace: int
     moe_layer_freq: int
     num_nextn_predict_layers: int
@@ -79,7 +87,7 @@ def read_config_v2(config: ConfigReader) -> DeepseekConfig:
             config.raw(unused)
     groups = (config.count("n_group"), config.count("topk_group")) if method == "group_limited_greedy" else (1, 1)
     routing = read_routing(config, groups, has_correction_bias=False, norm_topk_prob=False)
-    return _read_config(config, routing, rope_interleave=True)
+    return read_latent_decoder(config, routing, rope_interleave=True)
 
 
 def read_config_v3(config: ConfigReader) -> DeepseekConfig:
@@ -89,7 +97,7 @@ def read_config_v3(config: ConfigReader) -> DeepseekConfig:
     groups = config.count("n_group"), config.count("topk_group")
     norm_topk_prob = config.get("norm_topk_prob", bool, True)
     routing = read_routing(config, groups, has_correction_bias=True, norm_topk_prob=norm_topk_prob)
-    return _read_config(config, routing, rope_interleave=config.get("rope_interleave", bool, True))
+    return read_latent_decoder(config, routing, rope_interleave=config.get("rope_interleave", bool, True))
 
 
 def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
@@ -102,39 +110,61 @@ def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
     return number
 
 
-def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) -> DeepseekConfig:
-    heads = config.count("num_attention_heads")
+def read_latent_decoder(
+    config: ConfigReader,
+    routing: Routing,
+    rope_interleave: bool,
+    read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
+) -> DeepseekConfig:
+    """Read the keys that do not depend on the version. `read_rotary` takes the arguments of `read_rotary_config`.
+
+    Raises UserError for missing, mistyped or unsupported values.
+    """
+    num_layers = config.num_layers()
+    shape = read_latent_shape(config)
+    return DeepseekConfig(
+        **shape,
+        moe_intermediate_size=config.count("moe_intermediate_size"),
+        n_shared_experts=config.count("n_shared_experts"),
+        first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
+        moe_layer_freq=config.count("moe_layer_freq", 1),
+        num_nextn_predict_layers=read_num_nextn(config, num_layers),
+        rope_interleave=rope_interleave,
+        rotary=read_rotary(config, shape["qk_rope_head_dim"], config.count("max_position_embeddings", 2048)),
+        routing=routing,
+    )
+
+
+def read_latent_shape(
+    config: ConfigReader, rms_norm_eps: float = 1e-6, v_head_dim: int | None = None, tie_word_embeddings: bool = False
+) -> dict[str, Any]:
+    """Return the fields of a `LatentConfig`. The arguments after `config` are defaults.
+
+    Raises UserError for missing, mistyped or unsupported values.
+    """
+    heads, hidden_size = config.count("num_attention_heads"), config.count("hidden_size")
     config.activation(("silu",), "silu")
     config.expect("mlp_bias", (False, None), False)
     config.expect("num_key_value_heads", (heads, None), None)
     for derived in ("head_dim", "qk_head_dim"):  # newer versions of transformers write these derived keys
         config.raw(derived)
-    rank, rope_dim = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+    rope_dim = config.count("qk_rope_head_dim")
     if rope_dim % 2:
         raise UserError(
             f"config.json: qk_rope_head_dim={rope_dim} is odd, but rotary embedding turns pairs of channels"
         )
-    num_layers = config.num_layers()
-    return DeepseekConfig(
-        vocab_size=config.count("vocab_size"),
-        hidden_size=config.count("hidden_size"),
-        intermediate_size=config.count("intermediate_size"),
-        moe_intermediate_size=config.count("moe_intermediate_size"),
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        q_lora_rank=None if config.raw("q_lora_rank") is None else config.count("q_lora_rank"),
-        kv_lora_rank=rank,
-        qk_nope_head_dim=config.count("qk_nope_head_dim"),
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=config.count("v_head_dim"),
-        n_shared_experts=config.count("n_shared_experts"),
-        first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
-        moe_layer_freq=config.count("moe_layer_freq", 1),
-        num_nextn_predict_layers=read_num_nextn(config, num_layers),
-        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
-        attention_bias=config.get("attention_bias", bool, False),
-        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        rope_interleave=rope_interleave,
-        rotary=read_rotary_config(config, rope_dim, config.count("max_position_embeddings", 2048)),
-        routing=routing,
-    )
+    return {
+        "vocab_size": config.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": config.count("intermediate_size"),
+        "num_hidden_layers": config.num_layers(),
+        "num_attention_heads": heads,
+        "q_lora_rank": None if config.raw("q_lora_rank") is None else config.count("q_lora_rank"),
+        "kv_lora_rank": config.count("kv_lora_rank"),
+        "qk_nope_head_dim": config.count("qk_nope_head_dim"),
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": config.count("v_head_dim", v_head_dim),
+        "rms_norm_eps": config.positive("rms_norm_eps", rms_norm_eps),
+        "attention_bias": config.get("attention_bias", bool, False),
+        "tie_word_embeddings": config.get("tie_word_embeddings", bool, tie_word_embeddings),
+    }

@@ -9,7 +9,7 @@ from kernels.quantize_rows import Activations
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, PreNormLM, Rotary
+from models.decoder import DecoderConfig, PreNormLM, PreNormShape, Rotary
 from models.families import llama
 from models.families.llama import LlamaConfig
 from models.layers.embedding import Embedding
@@ -83,7 +83,7 @@ class GraniteLM(PreNormLM):
     """A model with Granite's factors. Its layers are `DecoderLayer`s."""
 
     def __init__(
-        self, c: DecoderConfig, multipliers: Multipliers, layers: Iterable[nn.Module], rotary: Rotary | None
+        self, c: PreNormShape, multipliers: Multipliers, layers: Iterable[nn.Module], rotary: Rotary | None
     ) -> None:
         super().__init__(c, layers, rotary)
         self.lm_head = ScaledHead(self.embedding, c.tie_word_embeddings, multipliers.logits_divisor)  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM
 from models.families.deepseek import Deepseek, LatentAttention
-from models.families.deepseek_config import LatentConfig
+from models.families.deepseek_config import LatentMoeConfig
+from models.families.exaone_moe import read_sparse_layers
 from models.families.mixtral import Expert, MixtralLayer
 from models.layers.grouped_moe import GroupedMoE, read_routing
 from models.layers.kimi_delta_attention import KimiDeltaAttention
@@ -24,7 +25,7 @@ head_dim num_nextn_predict_layers qk_head_dim rope_parameters rope_scaling rope_
 
 
 @dataclass(frozen=True)
-class KimiLinearConfig(LatentConfig):
+class KimiLinearConfig(LatentMoeConfig):
     max_tokens: int
     is_recurrent: tuple[bool, ...]
     """For each layer."""
@@ -90,7 +91,7 @@ def read_config(config: ConfigReader) -> KimiLinearConfig:
         routing=read_routing(config, groups, True, config.get("moe_renormalize", bool, True), keys),
         max_tokens=config.count("model_max_length", 2**20),
         is_recurrent=check_layer_types(types, LINEAR, num_layers),
-        is_sparse=_read_sparse(config, num_layers),
+        is_sparse=read_sparse_layers(config, num_layers),
         num_delta_heads=num_heads,
         delta_channels=head_channels,
         num_taps=num_taps,
@@ -118,19 +119,6 @@ def _types_of_numbers(full: Any, linear: Any, num_layers: int) -> list[str]:
         problem = f"config.json: linear_attn_config: full_attn_layers={full!r} and kda_layers={linear!r}"
         raise UserError(f"{problem} are not the layers from 1 to num_hidden_layers={num_layers}, each once")
     return [FULL if number in full else LINEAR for number in range(1, num_layers + 1)]
-
-
-def _read_sparse(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    types, num_dense = config.raw("mlp_layer_types"), config.get("first_k_dense_replace", int, 1)
-    if types is None:
-        return tuple(i >= num_dense for i in range(num_layers))
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(kind not in ("dense", "sparse") for kind in types)
-    ):
-        raise UserError(f"config.json: mlp_layer_types={types!r} is not {num_layers} times 'dense' or 'sparse'")
-    return tuple(kind == "sparse" for kind in types)
 
 
 def _make_layer(c: KimiLinearConfig, is_recurrent: bool, is_sparse: bool) -> DecoderLayer:

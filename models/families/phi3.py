@@ -40,6 +40,11 @@ class LongRopeConfig:
     long_factor: tuple[float, ...]  # R/2
     attention_factor: float  # multiplies cos and sin
 
+    @property
+    def threshold(self) -> int | None:
+        """The longest text in tokens with the short divisors. None: all texts have the same divisors."""
+        return self.original_length if self.short_factor != self.long_factor else None
+
 
 @dataclass(frozen=True)
 class Phi3Config(PreNormShape):
@@ -57,8 +62,7 @@ class Phi3Config(PreNormShape):
 
     @property
     def capabilities(self) -> ModelCapabilities:
-        threshold = self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
-        return ModelCapabilities(long_rope_threshold=threshold, has_windows=self.sliding_window is not None)
+        return ModelCapabilities(long_rope_threshold=self.rotary.threshold, has_windows=self.sliding_window is not None)
 
 
 def read_config(config: ConfigReader) -> Phi3Config:
@@ -85,11 +89,17 @@ def read_config(config: ConfigReader) -> Phi3Config:
         rms_norm_eps=config.positive("rms_norm_eps", 1e-5),
         sliding_window=None if config.raw("sliding_window") is None else config.count("sliding_window"),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        rotary=_read_rotary(config, hidden_size // heads, max_position_embeddings),
+        rotary=read_long_rope(
+            config,
+            hidden_size // heads,
+            max_position_embeddings,
+            config.count("original_max_position_embeddings", 4096),  # in transformers, it wins over the inner key
+        ),
     )
 
 
-def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> LongRopeConfig:
+def read_long_rope(config: ConfigReader, head_dim: int, max_position_embeddings: int, original: int) -> LongRopeConfig:
+    """Read the settings of long RoPE. `original`: the context length before scaling."""
     scaling = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, "config.json")
     theta = scaling.positive("rope_theta", config.positive("rope_theta", 10000.0))
     partial = scaling.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
@@ -98,8 +108,6 @@ def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: i
         raise UserError(
             f"config.json: partial_rotary_factor={partial} turns {turning} of {head_dim} channels, not an even number of them"
         )
-    # As in transformers, this key takes precedence over the key in rope_scaling.
-    original = config.count("original_max_position_embeddings", 4096)
     scaling.raw("original_max_position_embeddings")
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
     # The first files use the names su and yarn.

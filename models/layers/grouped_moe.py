@@ -41,6 +41,35 @@ class Routing:
         """Whether a token's experts are the K highest softmax scores, regardless of groups."""
         return not self.has_correction_bias and self.topk_group == self.n_group
 
+    def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Choose experts within the best groups (V2: section 2.2.2 of its paper; V3: section 2.1.2).
+
+        logits float32 [T, X]; correction float32 [X] of V3's rule. Returns as `route` does.
+        """
+        if correction is not None:
+            groups = self.n_group, self.topk_group
+            weights, chosen = route_corrected(
+                logits, correction, self.num_experts_per_tok, self.norm_topk_prob, False, *groups
+            )
+        elif self.is_plain:
+            weights, chosen = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
+        else:
+            weights, chosen = self._choose_in_groups(logits)
+        return weights * self.scaling_factor, chosen
+
+    def _choose_in_groups(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K highest scores of logits [T, X] within the best groups, and their experts: [T, K] each.
+
+        A group's score is the score of its best expert.
+        """
+        scores = logits.softmax(-1)
+        grouped = scores.unflatten(-1, (self.n_group, -1))  # [T, C, X/C]
+        best = grouped.topk(1).values[..., 0]  # [T, C]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(self.topk_group).indices, True)
+        eligible = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        chosen = eligible.topk(self.num_experts_per_tok).indices
+        return scores.gather(-1, chosen), chosen
+
 
 def read_routing(
     config: ConfigReader,
@@ -68,7 +97,7 @@ def read_routing(
 
 
 class Gate(Router):
-    """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
+    """A router in float32 with its settings and V3's correction."""
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
         super().__init__(hidden_size, routing.num_experts)
@@ -78,30 +107,8 @@ class Gate(Router):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, E]; returns as `route` does."""
-        r = self.routing
-        logits = self.logits(x)  # [T, X]
-        if r.has_correction_bias:
-            groups, correction = (r.n_group, r.topk_group), self.e_score_correction_bias
-            weights, chosen = route_corrected(
-                logits, correction, r.num_experts_per_tok, r.norm_topk_prob, False, *groups
-            )
-        elif r.is_plain:
-            weights, chosen = route(logits, r.num_experts_per_tok, r.norm_topk_prob)
-        else:
-            weights, chosen = self._choose_in_groups(logits.softmax(-1))
-        return weights * r.scaling_factor, chosen
-
-    def _choose_in_groups(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the K highest of scores [T, X] within the best groups, and their experts: [T, K] each.
-
-        A group's score is the score of its best expert.
-        """
-        r = self.routing
-        grouped = scores.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
-        best = grouped.topk(1).values[..., 0]  # [T, C]
-        kept_groups = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(r.topk_group).indices, True)
-        chosen = grouped.masked_fill(~kept_groups[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
-        return scores.gather(-1, chosen), chosen
+        correction = self.e_score_correction_bias if self.routing.has_correction_bias else None
+        return self.routing.choose(self.logits(x), correction)
 
 
 class GroupedMoE(Module):
@@ -119,13 +126,22 @@ class GroupedMoE(Module):
         expert: type[MLP] = MLP,
     ) -> None:
         super().__init__()
-        self.gate = Gate(hidden_size, routing)
+        self.register_router(hidden_size, routing)
         experts = (expert(hidden_size, moe_intermediate_size) for _ in range(routing.num_experts))
         self.experts = Experts(experts, routing.num_experts_per_tok)
         self.shared_experts = MLP(hidden_size, moe_intermediate_size * n_shared_experts)
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    def register_router(self, hidden_size: int, routing: Routing) -> None:
+        """Register the modules and parameters that `choose` reads, under the names of the family's checkpoints."""
+        self.gate: Router = Gate(hidden_size, routing)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, E]; returns as `route` does."""
         weights, chosen = self.gate(x)
+        return weights, chosen
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        weights, chosen = self.choose(x)
         routed: Tensor = self.experts(x, weights, chosen)
         shared: Tensor = self.shared_experts(x, batch)
         return routed + shared

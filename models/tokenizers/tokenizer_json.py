@@ -81,8 +81,9 @@ FAMILIES = {
     **dict.fromkeys("gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text".split(), "GemmaTokenizer"),
     **dict.fromkeys(
         """
-        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid granitemoeshared internlm2
-        internlm3 kimi_linear minimax minimax_m2 ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 stablelm
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid granitemoeshared hyperclovax
+        internlm2 internlm3 kimi_linear minicpm3 minimax minimax_m2 ministral ministral3 mistral mistral3 mixtral nemotron
+        olmo2 olmo3 phi3 stablelm
         """.split(),
         "",
     ),

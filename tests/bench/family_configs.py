@@ -164,7 +164,15 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "vocab_size": 103424,
     },
     "exaone4": {**LLAMA, "sliding_window": 4096, "vocab_size": 102400},
+    "exaone_moe": {
+        **{**LLAMA, **MIXTURE, "head_dim": 128, "vocab_size": 153600, "sliding_window": 128},
+        **{"num_shared_experts": 1, "routed_scaling_factor": 2.5},
+    },
     "falcon": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "vocab_size": 65024},
+    "afmoe": {
+        **{**LLAMA, "head_dim": 128, "num_hidden_layers": 5, "vocab_size": 200192, "mup_enabled": True},
+        **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_shared_experts": 1},
+    },
     "arcee": {**LLAMA, "vocab_size": 128004},
     "cohere": {**LLAMA, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "vocab_size": 128000},
     "cwm": {**LLAMA, "head_dim": 128, "sliding_window": 8192, "vocab_size": 128256},
@@ -176,6 +184,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     "granitemoe": {**LLAMA, **GRANITE_MOE},
     "granitemoeshared": {**LLAMA, **GRANITE_MOE, "shared_intermediate_size": 1024},
     "olmoe": {**LLAMA, "num_hidden_layers": 8, "intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4},
+    "solar_open": {**LLAMA, **ROUTED, "num_hidden_layers": 3, "head_dim": 128, "vocab_size": 196608},
     "stablelm": {**LLAMA, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "vocab_size": 100352},
     "helium": {**LLAMA, "head_dim": 128, "vocab_size": 48000},
     "jais2": {**LLAMA, "layer_norm_eps": 1e-5, "vocab_size": 150272},
@@ -263,6 +272,12 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         **{"hybrid_override_pattern": "M-M-M*-M-M-M*-M-", "head_dim": 128, "mamba_num_heads": 48, "vocab_size": 131072},
     },
     "bamba": {**MAMBA2, "attn_layer_indices": [5, 11], "vocab_size": 128256},
+    "hunyuan_v1_dense": {**LLAMA, "head_dim": 128, "vocab_size": 128512, "tie_word_embeddings": True},
+    "hunyuan_v1_moe": {
+        **{**LLAMA, "head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 128512},
+        **{"num_experts": 16, "moe_topk": 8, "tie_word_embeddings": True},
+    },
+    "hyperclovax": {**LLAMA, "embedding_multiplier": 10.0, "logits_scaling": 0.125, "vocab_size": 110592},
     "internlm2": {**LLAMA, "bias": False, "vocab_size": 92544},
     "internlm3": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2, "vocab_size": 128512},
     "kimi_k2": {**DEEPSEEK, **ROUTED, "q_lora_rank": 512, "routed_scaling_factor": 2.827, "vocab_size": 163840},
@@ -290,6 +305,16 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "model_max_length": 4096,
         "vocab_size": 163840,
     },
+    "minicpm3": {
+        **{"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 24},
+        **{
+            "q_lora_rank": 512,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "vocab_size": 73448,
+        },
+    },
     "minimax_m2": {
         **LLAMA,
         "hidden_size": 1024,
@@ -301,6 +326,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "num_experts_per_tok": 4,
         "vocab_size": 200064,
     },
+    "ministral": {**LLAMA, "head_dim": 128, "sliding_window": 4096, "vocab_size": 131072},
     "ministral3": {
         **LLAMA,
         "head_dim": 128,
@@ -316,6 +342,13 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "vocab_size": 131072,
     },
     "mistral": {**LLAMA, "sliding_window": 4096},
+    "mistral4": {
+        **{**DEEPSEEK, **ROUTED, "q_lora_rank": 512, "first_k_dense_replace": 0, "vocab_size": 131072},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
     "mixtral": {
         **LLAMA,
         "num_local_experts": 8,

@@ -1,7 +1,8 @@
 """The table of mixtures of experts: one row per architecture."""
 
 from tests.helpers.deepseek import SMALL as DEEPSEEK
-from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, Family
+from tests.helpers.dense_families import GROWING
+from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, YARN, Family
 
 GRANITE = {
     **BASE,
@@ -12,9 +13,39 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+MISTRAL4 = DEEPSEEK | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
 EXPERTS = {
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        sizes={
+            **BASE,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+        },
+        variants=[
+            {"sliding_window": 7, "global_attn_every_n_layers": 3, "mup_enabled": True, "route_scale": 2.5},
+            {
+                "layer_types": [FULL, SLIDING, SLIDING],
+                "sliding_window": 9,
+                "num_dense_layers": 2,
+                "attention_bias": True,
+            },
+            {"num_dense_layers": 0, "num_shared_experts": 1, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        ],
+        read=[({}, {"windows": (1024,) * 3, "layer_kinds": (False, True, True)})],
+        refused=[
+            NOT_SILU,
+            ({"num_dense_layers": 4}, "num_dense_layers=4 is not between 0 and num_hidden_layers=3"),
+            ({"score_func": "softmax"}, "score_func='softmax' is not supported: only 'sigmoid'"),
+            ({"n_group": 2}, "n_group=2 is not supported: only 1"),
+            ({"layer_types": [FULL]}, "layer_types=.* is not 3 times 'sliding_attention' or 'full_att"),
+        ],
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
         sizes={
@@ -39,6 +70,35 @@ EXPERTS = {
             ({"attention_bias": True}, "attention_bias=True is not supported: only False, None"),
         ],
     ),
+    "exaone_moe": Family(
+        "ExaoneMoeForCausalLM",
+        sizes={
+            **BASE,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        variants=[
+            {"sliding_window": 6, "sliding_window_pattern": 2},
+            {
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+                "layer_types": [FULL, SLIDING, FULL],
+                "sliding_window": 9,
+            },
+            {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "num_shared_experts": 2, "norm_topk_prob": False},
+            {"sliding_window": 9, "layer_types": [FULL] * 3, "first_k_dense_replace": 3, "tie_word_embeddings": True},
+        ],
+        read=[({"num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}, {"layer_kinds": (False, True, True)})],
+        refused=[
+            NOT_SILU,
+            ({"mlp_layer_types": ["dense"]}, r"mlp_layer_types=\['dense'\] is not 3 times 'dense' or 'sparse'"),
+            ({"mlp_layer_types": [1, 2, 3]}, r"mlp_layer_types=\[1, 2, 3\] is not 3 times 'dense' or 'sparse'"),
+            ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
+            ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts of topk_group=1 groups"),
+        ],
+    ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
         sizes=GRANITE,
@@ -50,6 +110,35 @@ EXPERTS = {
         sizes=GRANITE,
         variants=[{"shared_intermediate_size": 40}, {}],
         refused=[NOT_SILU, ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1 is not a number above 0")],
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        sizes={**BASE, "head_dim": 16, "num_experts": 5, "moe_topk": 2, "intermediate_size": 40},
+        variants=[
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "rope_theta": 1e4, "alpha": 1000.0}},
+            {"moe_topk": [1, 5], "attention_bias": True, "tie_word_embeddings": True},
+            {"num_experts": 1, "moe_topk": 1, "num_key_value_heads": 1},
+        ],
+        read=[
+            (
+                {
+                    "num_experts": [3, 5],
+                    "moe_topk": [3, 1],
+                    "moe_intermediate_size": [40, 40],
+                    "num_shared_expert": [1, 1],
+                },
+                {"layer_kinds": ((3, 3), (5, 1))},
+            )
+        ],
+        refused=[
+            NOT_SILU,
+            ({"moe_topk": 6}, "moe_topk=6 is more than num_experts=5 in layer 0"),
+            ({"num_experts": [5, 1]}, "moe_topk=2 is more than num_experts=1 in layer 1"),
+            ({"moe_topk": [1]}, r"moe_topk=\[1\] is not a list of num_hidden_layers=2 numbers"),
+            ({"moe_topk": [1, "2"]}, "moe_topk='2' is not of type int"),
+            ({"num_shared_expert": 2}, "num_shared_expert=2 is not supported: only None, 1"),
+            ({"moe_intermediate_size": [40, 32]}, r"moe_intermediate_size=\[40, 32\] is not supported: only None, 40"),
+        ],
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -208,6 +297,25 @@ EXPERTS = {
             ({"use_routing_bias": False}, "use_routing_bias=False is not supported: only True"),
         ],
     ),
+    "mistral4": Family(
+        "Mistral4ForCausalLM",
+        sizes={**MISTRAL4, "rope_parameters": {**GROWING}},
+        variants=[
+            {},
+            {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
+            {"rope_interleave": False, "attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 2},
+            {"q_lora_rank": None, "routed_scaling_factor": 2.5, "tie_word_embeddings": True},
+        ],
+        refused=[
+            NOT_SILU,
+            ({"rope_parameters": None}, "rope_parameters is missing"),
+            ({"n_group": 6, "topk_group": 2}, "n_group=6 leaves 1 expert to a group, which needs 2 to be scored"),
+            (
+                {"rope_parameters": {**GROWING, "partial_rotary_factor": 1.0}},
+                r"partial_rotary_factor=1\.0 is not supported: only 0\.",
+            ),
+        ],
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         sizes={**BASE, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -225,6 +333,26 @@ EXPERTS = {
             ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 is not a number above 0"),
             ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
             ({"sliding_window": -1}, "sliding_window=-1 is not a number above 0"),
+        ],
+    ),
+    "solar_open": Family(
+        "SolarOpenForCausalLM",
+        sizes={**BASE, "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        variants=[
+            {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+            {"attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": False},
+            {"rope_parameters": YARN | {"rope_theta": 1e6}, "tie_word_embeddings": True},
+        ],
+        read=[
+            (
+                {"intermediate_size": 10240, "first_k_dense_replace": 0},
+                {"rotary.theta": 1e6, "layer_kinds": (True,) * 2},
+            )
+        ],
+        refused=[
+            NOT_SILU,
+            ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported: only 0"),
+            ({"use_qk_norm": True}, "use_qk_norm=True is not supported: only False"),
         ],
     ),
     "qwen2_moe": Family(

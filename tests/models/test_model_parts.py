@@ -72,7 +72,9 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     outside = {layout.embedding, layout.layers, layout.head}
     inside = {f"{layout.layers}.1.{module_name}" for module_name in (layout.attention, *layout.norms)}
     assert outside | inside <= names
-    absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "v3") else set()
+    absent = (
+        {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("minicpm3", "mistral4", "opt", "v3") else set()
+    )
     assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
     assert last_parts >= {*layout.scale_fold_targets, *layout.scale_fold_targets.values()}
     num_caches = len(model.attention_heads)
