@@ -87,6 +87,7 @@ ARCHITECTURES = {
     "gemma2": Architecture("Gemma 2", "gemma2.read_config", "gemma2.Gemma2", INV_FREQ),
     "gemma3_text": Architecture("Gemma 3", "gemma3.read_config", "gemma3.Gemma3", INV_FREQ),
     "gemma4_text": Architecture("Gemma 4", "gemma4_config.read_config", "gemma4.Gemma4"),
+    "gemma4_unified_text": Architecture("Gemma 4 Unified", "gemma4_config.read_unified_config", "gemma4.Gemma4"),
     "glm": Architecture("GLM-4-9B", "glm.read_config", "glm.Glm", INV_FREQ),
     "glm4": Architecture("GLM-4-0414", "glm.read_config", "glm4.Glm4", INV_FREQ),
     "glm4_moe": Architecture("GLM-4.5, 4.5-Air, 4.6", "glm4_moe.read_config", "glm4_moe.Glm4Moe"),

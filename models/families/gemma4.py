@@ -1,7 +1,7 @@
 """Gemma 4: Gemma 3 with heads per type of layer, values that are normed, keys and values that layers share, and
 inputs per layer.
 
-T tokens, E hidden channels, L layers, P channels of a layer's input.
+T tokens, E hidden channels, L layers, P channels of a layer's input, N experts, K experts per token.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gelu import gelu_tanh
+from kernels.moe import route
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, Stream
 from models.families.gemma2 import CappedHead
@@ -20,9 +21,29 @@ from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.mlp import GELUMLP
 from models.layers.module import Module
-from models.layers.norm import RMSNorm, StreamWithInputs
+from models.layers.moe import Experts, MixtureConfig
+from models.layers.norm import RMSNorm, StreamWithInputs, WeightlessRMSNorm
 from models.layers.rotary import AnglesByLayer, RotaryByLayer
 from models.layout import ModelLayout
+
+
+class Router(Module):
+    """Chooses the experts of x [T, E], which it norms without a weight."""
+
+    def __init__(self, hidden_size: int, c: MixtureConfig, eps: float) -> None:
+        super().__init__()
+        self.norm, self.num_experts_per_tok = WeightlessRMSNorm(hidden_size, eps), c.num_experts_per_tok
+        self.proj = Linear(hidden_size, c.num_experts, bias=False, is_quantizable=False)
+        self.scale = nn.Parameter(torch.empty(hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.empty(c.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights float32 [T, K] and experts int64 [T, K]."""
+        normed = self.norm(x)
+        assert isinstance(normed, Tensor)
+        logits = self.proj(normed * self.scale * x.shape[1] ** -0.5, None)  # [T, N]
+        weights, chosen = route(logits, self.num_experts_per_tok, True)
+        return weights * self.per_expert_scale[chosen], chosen
 
 
 class DecoderLayer(Module):
@@ -36,6 +57,14 @@ class DecoderLayer(Module):
         self.mlp = GELUMLP(c.hidden_size, c.intermediate_size * (1 + is_wide))
         self.post_feedforward_layernorm = _norm(c)
         self.layer_scalar = nn.Parameter(torch.empty(1))
+        self.router = None if c.mixture is None else Router(c.hidden_size, c.mixture, c.rms_norm_eps)
+        if c.mixture is not None:
+            sizes = c.hidden_size, c.mixture.moe_intermediate_size
+            experts = (GELUMLP(*sizes) for _ in range(c.mixture.num_experts))
+            self.experts = Experts(experts, c.mixture.num_experts_per_tok)
+            self.pre_feedforward_layernorm_2 = _norm(c)
+            self.post_feedforward_layernorm_1 = _norm(c)
+            self.post_feedforward_layernorm_2 = _norm(c)
 
     def forward(self, x: Tensor, angles: AnglesByLayer, batch: Batch, cache: LayerCache) -> Tensor:
         return self.block(x, angles, batch, cache) * self.layer_scalar
@@ -47,8 +76,11 @@ class DecoderLayer(Module):
         return self.feed_forward(x, batch)
 
     def feed_forward(self, x: Tensor, batch: Batch) -> Tensor:
-        mlp = self.mlp(self.pre_feedforward_layernorm(x, self.mlp.readers), batch)
-        return x + self.post_feedforward_layernorm(mlp)
+        y = self.mlp(self.pre_feedforward_layernorm(x, self.mlp.readers), batch)
+        if self.router is not None:
+            mixed = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
+            y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(mixed)
+        return x + self.post_feedforward_layernorm(y)
 
 
 class DecoderLayerWithInput(DecoderLayer):
@@ -103,7 +135,7 @@ class Gemma4(CausalLM):
     config: Gemma4Config
     layout = ModelLayout(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
-        replicated=("per_layer_input_gate", "per_layer_projection"),
+        replicated=("per_layer_input_gate", "per_layer_projection", "proj"),
         scale_fold_targets={"down_proj": "up_proj"},  # the norm of the values would undo a fold into v_proj
     )
 

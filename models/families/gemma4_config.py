@@ -50,18 +50,28 @@ class Gemma4Config(Gemma3Config):
         return tuple((self.windows[i] is None, self.layer_heads[i], i >= self.first_sharing) for i in numbers)
 
 
-def read_config(config: ConfigReader) -> Gemma4Config:
-    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
+def read_unified_config(config: ConfigReader) -> Gemma4Config:
+    """Read config.json of Gemma 4 Unified, as `read_config` does."""
+    return read_config(config, window=1024, max_position_embeddings=262144, has_inputs=False)
+
+
+def read_config(
+    config: ConfigReader, window: int = 512, max_position_embeddings: int = 131072, has_inputs: bool = True
+) -> Gemma4Config:
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values.
+
+    `window`, `max_position_embeddings`: the defaults. `has_inputs`: whether layers may have inputs of their own.
+    """
     config.raw("hidden_act")  # a copy of hidden_activation
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False, "vision"), None)  # "vision" is causal for text
-    windows = read_windows(config)
+    windows = read_windows(config, window)
     keys_are_values = config.get("attention_k_eq_v", bool, False)
     heads = config.count("num_attention_heads", 8)
     layer_heads = read_heads(config, windows, keys_are_values)
     for groups, _ in layer_heads:
         config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
-    full_rotary, sliding_rotary = _read_rotary(config, windows, layer_heads)
+    full_rotary, sliding_rotary = _read_rotary(config, windows, layer_heads, max_position_embeddings)
     return Gemma4Config(
         vocab_size=config.count("vocab_size", 262144),
         hidden_size=config.count("hidden_size", 2304),
@@ -83,16 +93,16 @@ def read_config(config: ConfigReader) -> Gemma4Config:
         keys_are_values=keys_are_values,
         num_sharing=read_num_sharing(config, windows),
         has_wide_mlps=config.get("use_double_wide_mlp", bool, False),
-        layer_inputs=read_layer_inputs(config),
+        layer_inputs=read_layer_inputs(config) if has_inputs else None,
         mixture=_read_mixture(config, len(windows)),
     )
 
 
-def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
+def read_windows(config: ConfigReader, length: int) -> tuple[int | None, ...]:
     """Return the window of each layer. The last layer has full attention, whatever its type in the file is."""
     types = [SLIDING if i % 6 else FULL for i in range(1, config.num_layers() + 1)]
     types[-1] = FULL
-    return (*layer_windows(config, types, 512)[:-1], None)
+    return (*layer_windows(config, types, length)[:-1], None)
 
 
 def read_num_sharing(config: ConfigReader, windows: tuple[int | None, ...]) -> int:
@@ -143,15 +153,21 @@ def _checked(layer_heads: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int],
 
 
 def _read_rotary(
-    config: ConfigReader, windows: tuple[int | None, ...], layer_heads: tuple[tuple[int, int], ...]
+    config: ConfigReader,
+    windows: tuple[int | None, ...],
+    layer_heads: tuple[tuple[int, int], ...],
+    max_position_embeddings: int,
 ) -> tuple[RotaryConfig, RotaryConfig]:
     """Return the rotary settings of full-attention and of sliding-window layers."""
-    channels = [{d for (_, d), w in zip(layer_heads, windows, strict=True) if (w is None) == full} for full in (1, 0)]
-    if any(len(kind) > 1 for kind in channels):
+    full, sliding = (
+        {head_dim for (_, head_dim), window in zip(layer_heads, windows, strict=True) if (window is None) == is_full}
+        for is_full in (True, False)
+    )
+    if len(full) > 1 or len(sliding) > 1:
         raise UserError("config.json: per_layer_config gives layers of one type different values of head_dim")
-    full, sliding = (next(iter(kind), layer_heads[-1][1]) for kind in channels)
-    length = config.count("max_position_embeddings", 131072)
-    return read_rotary_by_layer(config, full, length, 1e6, 1e4, sliding, full_share=0.25)
+    (full_dim,), length = full, config.count("max_position_embeddings", max_position_embeddings)
+    sliding_dim = next(iter(sliding), full_dim)
+    return read_rotary_by_layer(config, full_dim, length, 1e6, 1e4, sliding_dim, full_share=0.25)
 
 
 def read_layer_inputs(config: ConfigReader) -> LayerInputs | None:

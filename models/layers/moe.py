@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.gelu import gelu_tanh
 from kernels.linear import PackedWeight, WeightGroup, grouped_matmul
 from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
@@ -19,7 +20,7 @@ from models.config import ConfigReader
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.missing import MissingLayer
-from models.layers.mlp import MLP, SquaredReluMLP, squared_relu
+from models.layers.mlp import GELUMLP, MLP, SquaredReluMLP, squared_relu
 from models.layers.module import Module
 from models.layers.per_head import PerHead
 from models.layers.tensor_parallel import ExpertParallel, RowParallelGather, RowParallelReduce
@@ -96,13 +97,20 @@ class Experts(nn.ModuleList):
         layers, methods = [*chain(*parts)], [[layer.method for layer in same] for same in parts]
         *first_methods, down_methods = methods  # gates and ups, or ups alone
         has_bias = any(layer.bias is not None for layer in layers)
+        is_gelu = isinstance(self[self._local_experts.start], GELUMLP)
         if has_bias or not are_alike([*chain(*first_methods)]) or not are_alike(down_methods):
             return
         row_parallel = parts[-1][0].row_parallel
         if all(method.gpu_weight is None for method in chain(*methods)):
             if all(method.input_scale is None for method in chain(*methods)):
-                self._merged = MergedExperts(first_methods, down_methods, len(self), row_parallel)
-        elif len(methods) == 3 and can_stack(*methods) and row_parallel is None and self._expert_parallel is None:
+                self._merged = MergedExperts(first_methods, down_methods, len(self), is_gelu, row_parallel)
+        elif (
+            len(methods) == 3
+            and not is_gelu
+            and can_stack(*methods)
+            and row_parallel is None
+            and self._expert_parallel is None
+        ):
             self._merged = StackedExperts(*methods)
             for layer, method in zip(layers, self._merged.methods, strict=True):
                 layer.method = method
@@ -145,13 +153,16 @@ class MergedExperts:
         firsts: list[list[LinearMethod]],
         downs: list[LinearMethod],
         num_experts: int,
+        is_gelu: bool,
         row_parallel: RowParallelGather | RowParallelReduce | None = None,
     ) -> None:
         """`firsts`: the methods of gates and of ups, or of the ups of `SquaredReluMLP`s.
 
         `num_experts`: of the whole layer, even if the lists hold only a rank's experts.
+        `is_gelu`: of gated experts, whether the gate is GELU instead of silu.
         `row_parallel`: of each of `downs`.
         """
+        self._is_gelu = is_gelu
         self._first, self._down, self._count, self._row_parallel = firsts[0][0], downs[0], num_experts, row_parallel
         self._first_weights, self._down_weights = [_group(methods) for methods in firsts], _group(downs)
 
@@ -161,8 +172,12 @@ class MergedExperts:
         Rows of experts on other ranks get undefined values.
         """
         first, *ups = self._first_weights
-        inner = grouped_matmul(self._first.quantized(rows, self._count), first, starts, *ups)
-        inner = inner if ups else squared_relu(inner)  # else the kernel multiplied by silu(gate)
+        rows_to_multiply = self._first.quantized(rows, self._count)
+        if self._is_gelu:
+            inner = gelu_tanh(*(grouped_matmul(rows_to_multiply, group, starts) for group in (first, *ups)))
+        else:
+            inner = grouped_matmul(rows_to_multiply, first, starts, *ups)
+            inner = inner if ups else squared_relu(inner)  # else the kernel multiplied by silu(gate)
         if self._row_parallel is not None:
             inner = self._row_parallel.gather_inputs(inner)
         parts = grouped_matmul(self._down.quantized(inner, self._count), self._down_weights, starts)

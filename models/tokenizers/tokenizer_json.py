@@ -78,7 +78,10 @@ FAMILIES = {
         "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next".split(), "Qwen2Tokenizer"
     ),
     **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text".split(), "Qwen3_5Tokenizer"),
-    **dict.fromkeys("gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text".split(), "GemmaTokenizer"),
+    **dict.fromkeys(
+        "gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text".split(),
+        "GemmaTokenizer",
+    ),
     **dict.fromkeys(
         """
         ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid granitemoeshared hyperclovax

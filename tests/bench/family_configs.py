@@ -222,6 +222,11 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 6},
         **{"use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
     },
+    "gemma4_unified_text": {
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8},
+        **{"num_key_value_heads": 4, "head_dim": 128, "global_head_dim": 256, "attention_k_eq_v": True},
+        **{"num_global_key_value_heads": 1, "vocab_size": 262144, "final_logit_softcapping": 30.0},
+    },
     "glm": GLM,
     "glm4": GLM,
     "glm4_moe": {**GLM, **ROUTED, "attention_bias": True, "first_k_dense_replace": 1},

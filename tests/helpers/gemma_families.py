@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.helpers.family import BASE, FULL, SLIDING, Family
+from tests.helpers.family import BASE, FULL, LEFT_OUT, SLIDING, Family
 
 SIZES: dict[str, Any] = {
     **BASE,
@@ -12,11 +12,12 @@ SIZES: dict[str, Any] = {
     "global_head_dim": 32,
     "sliding_window": 6,
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
-    "hidden_size_per_layer_input": 0,
     "attn_implementation": "eager",
 }
-INPUTS = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 96}
+NO_INPUTS = {"hidden_size_per_layer_input": 0}
+INPUTS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 96}
 SHARED = {**INPUTS, "num_kv_shared_layers": 2}  # transformers runs shared keys and values only with inputs per layer
+MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
 LAYERS_OF_GEMMA4: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 is not from 0 to a number that leaves one layer of each typ"),
     ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 is not from 0 to a number that leaves one layer of each"),
@@ -28,6 +29,8 @@ LAYERS_OF_GEMMA4: list[tuple[dict[str, Any], str]] = [
     ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "num_attention_heads=4 is not a multiple of num_key_va"),
     ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1 is not a number above 0"),
     ({**INPUTS, "vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input=95 is less than vocab_size"),
+    ({**MIXTURE, "top_k_experts": 7}, "top_k_experts=7 is more than num_experts=6"),
+    ({"enable_moe_block": True}, "num_experts is missing"),
     ({"global_head_dim": 15}, "head_dim=15 is odd, but rotary embedding turns pairs of channels"),
     ({"layer_types": [FULL]}, "layer_types=.* is not 5 times 'sliding_attention' or 'full_attention'"),
 ]
@@ -36,10 +39,12 @@ GEMMAS = {
     "gemma4": Family(
         "Gemma4ForCausalLM",
         model_type="gemma4_text",
-        sizes=SIZES,
+        sizes={**SIZES, **NO_INPUTS},
         variants=[
-            {**SHARED, "final_logit_softcapping": 2.0},
+            {**SHARED, **MIXTURE, "final_logit_softcapping": 2.0},
             {},
+            {**MIXTURE, "attention_k_eq_v": True, "num_experts": 3, "top_k_experts": 3},
+            {**SHARED, "head_dim": 32, "num_global_key_value_heads": 1},
             {**INPUTS, "hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": 100},
             {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True},
             {**SHARED, "use_double_wide_mlp": True, "global_head_dim": 16, "tie_word_embeddings": False},
@@ -54,7 +59,7 @@ GEMMAS = {
         ],
         read=[
             ({}, {"rotary.share": 0.25, "rotary.theta": 1e6, "sliding_rotary.theta": 1e4, "rotary.head_dim": 32}),
-            ({"use_bidirectional_attention": "vision"}, {"shared_caches": {}}),
+            ({"use_bidirectional_attention": "vision", "num_experts": 8}, {"shared_caches": {}, "mixture": None}),
             (SHARED, {"shared_caches": {3: 2, 4: 1}}),
         ],
         refused=[
@@ -70,5 +75,13 @@ GEMMAS = {
                 r"factor=8\.0 is not supported: only None, 1",
             ),
         ],
+    ),
+    "gemma4_unified": Family(
+        "Gemma4UnifiedForCausalLM",
+        model_type="gemma4_unified_text",
+        sizes=SIZES,
+        variants=[{"attention_k_eq_v": True}, {"final_logit_softcapping": 2.0, "attention_bias": True}],
+        read=[({"sliding_window": LEFT_OUT}, {"windows": (1024, None, 1024, 1024, None), "layer_inputs": None})],
+        refused=[({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported")],
     ),
 }
