@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 TEXT_MODELS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
@@ -34,6 +36,10 @@ OTHER_TOWERS = (
     "vision_model.",
     "multi_modal_projector.",
     "visual.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
+    "model.vision_embedder.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
     "model.visual.",
@@ -43,9 +49,10 @@ TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "mo
 """Name prefixes of the text's tensors: in a text checkpoint, by the prefix in the wrapper. The first match applies."""
 OTHER_SETTINGS = frozenset(
     """
-    boi_token_index eoi_token_index image_token_id image_token_index language_model_only mm_tokens_per_image
-    multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config vision_end_token_id
-    vision_feature_layer vision_start_token_id vision_token_id
+    audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_index eoi_token_id
+    eoi_token_index image_token_id image_token_index language_model_only mm_tokens_per_image
+    multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
+    vision_end_token_id vision_feature_layer vision_start_token_id vision_token_id
     """.split()
 )
 """Settings of a wrapper without effect on text."""

@@ -26,6 +26,8 @@ TEXT: dict[str, Any] = {
 PICTURES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_heads": 2}
 QWEN_PICTURES = {**PICTURES, "depth": 1, "embed_dim": 16, "out_hidden_size": 48, "patch_size": 4}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA4 = {"global_head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
 
 
@@ -38,7 +40,13 @@ def reference_of(model_type: str, **text: Any) -> Any:
         text = {"rope_parameters": MROPE, **text}
         outer |= dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 3)
     else:
-        outer["image_token_id" if model_type == "gemma3" else "image_token_index"] = 3
+        outer["image_token_id" if model_type.startswith("gemma") else "image_token_index"] = 3
+    if model_type.startswith("gemma4"):
+        text = {**GEMMA4, **text}
+        # ids that no text has: transformers replaces them before it looks up the inputs of the layers
+        outer |= {"audio_config": None, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99}
+    if model_type == "gemma4":
+        text = {**GEMMA4_INPUTS, **text}
     if model_type == "qwen3_vl_moe":
         text = {**EXPERTS, **text}
     if model_type == "qwen2_vl":

@@ -54,7 +54,7 @@ SPELLINGS = {
         "visual.": "model.visual.",
     },
 }
-WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WRAPPERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 CASES = [(model_type, spelling) for model_type in WRAPPERS for spelling in SPELLINGS]
 
 
