@@ -26,6 +26,7 @@ from kernels.linear import (
     pack_float8,
 )
 from kernels.linear.block_weight import UNIT
+from kernels.linear.gpu_weight import pack_mxfp4
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, quantize_rows
 from kernels.take_channels import take_channels
 from models.layers.linear_method import LinearMethod, Weight, take
@@ -208,10 +209,13 @@ class Float8Method(CodedMethod):
 
 
 class BlockMethod(CodedMethod):
-    """ggml's blocks, on a CPU. Activations are floats, or 8-bit integers with a scale per 32 inputs."""
+    """ggml's blocks, on a CPU, and MXFP4 on a GPU. Activations are floats, or, on a CPU, 8-bit integers with a scale per
+    32 inputs."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
         if not weight.codes.is_cpu:
+            if self.scheme.weights.kind is CodeKind.MXFP4:
+                return pack_mxfp4(weight.codes)
             name = self.scheme.weights.kind.name.lower()
             raise UserError(f"{name} is for a CPU: give int8 or int4 in quant.overrides, quant.embedding or quant.plan")
         return pack_blocks(self.scheme.weights.kind.name, weight.codes, weight.global_scale)
@@ -220,7 +224,7 @@ class BlockMethod(CodedMethod):
         return BlockWeight(tensors.pop("packed"), *self._shape, self.scheme.weights.kind.name)
 
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
-        is_float = self.scheme.activations is Activations.none
+        is_float = self.scheme.activations is Activations.none or isinstance(self._weight, GPUWeight)
         return None if is_float else ActivationFormat(torch.int8, UNIT)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.linear.block_weight import FP4_VALUES, KINDS
 from kernels.linear.int_weight import check_codes, find_group_size
 
 BLOCK = 128  # outputs and inputs that share a scale in a block-quantised float8 weight (arXiv 2412.19437)
@@ -20,7 +21,7 @@ FLOAT_CHUNK_BYTES = 128
 @dataclass(frozen=True)
 class GPUWeight:
     """A weight [N, K] in the order in which a program reads it: value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o]
-    with g = i // group_size.
+    with g = i // group_size, or FP4_VALUES[code[o, i]] * scale[g, o] if scales are e8m0.
 
     With `stack` it holds the weights of several experts: the first axis of every tensor is the expert.
     """
@@ -31,7 +32,7 @@ class GPUWeight:
     contiguous inputs, and so do the upper halves."""
     scales: Tensor | None
     """float32 [G, N], or [G, ceil(N / 128)] for a block-quantised float8 weight; None if codes are floats of 16 or 32
-    bits [N, K]."""
+    bits [N, K]. e8m0 scales are uint8 [G, N]."""
     zero_points: Tensor | None
     """int8 [G, N]; None if symmetric."""
     num_inputs: int
@@ -44,6 +45,10 @@ class GPUWeight:
     @property
     def num_groups(self) -> int:
         return 1 if self.scales is None else self.scales.shape[-2]
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.scales is not None and self.scales.dtype == torch.uint8
 
     @property
     def has_blocks(self) -> bool:
@@ -131,6 +136,13 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
     return GPUWeight(padded.contiguous(), scales.T.contiguous(), zeros, num_inputs, chunk)
 
 
+def pack_mxfp4(blocks: Tensor) -> GPUWeight:
+    """Return the weight of MXFP4 blocks uint8 [N, bytes] on any device: their codes are in a program's order."""
+    split = blocks.unflatten(1, (-1, KINDS["MXFP4"].block_bytes))
+    codes, scales = split[:, :, 1:].flatten(1), split[:, :, 0].T.contiguous()
+    return GPUWeight(codes, scales, None, 2 * codes.shape[1], KINDS["MXFP4"].block_size)
+
+
 def take_rows(weight: GPUWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows `numbers` int64 [M] of the weight of one layer: [M, K] in `dtype`, each value rounded once."""
     if weight.scales is None:
@@ -142,6 +154,10 @@ def take_rows(weight: GPUWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     group_size = weight.num_inputs if weight.num_groups == 1 else weight.chunk
     group = torch.arange(weight.num_inputs, device=numbers.device) // group_size  # [K]
     scales = weight.scales[:, numbers // BLOCK if weight.has_blocks else numbers].T  # [M, G]
+    if weight.is_fp4:
+        return (FP4_VALUES.to(codes.device)[codes.int()] * scales.view(torch.float8_e8m0fnu).float()[:, group]).to(
+            dtype
+        )
     values = codes[:, : weight.num_inputs].float()
     if weight.zero_points is not None:
         values -= weight.zero_points[:, numbers].T[:, group]

@@ -103,6 +103,23 @@ def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight
 
 
 @triton.jit
+def _doubled_fp4(codes):
+    """Return twice the values of FP4 codes, int8."""
+    magnitudes = (codes & 7).to(tl.int8)
+    doubled = tl.where(magnitudes < 4, magnitudes, tl.where(magnitudes < 6, 2 * magnitudes - 4, 4 * magnitudes - 16))
+    return tl.where(codes < 8, doubled, -doubled)
+
+
+@triton.jit
+def _load_scales(place, mask):
+    """Load scales, float32. e8m0 are halved, because values of FP4 are doubled."""
+    scales = tl.load(place, mask=mask, other=0)
+    if place.dtype.element_ty == tl.uint8:
+        scales = tl.maximum(scales.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True) * 0.5
+    return scales
+
+
+@triton.jit
 def multiply_row(
     expert,
     x,
@@ -151,19 +168,22 @@ def multiply_row(
                 zero = tl.load(zero_points + place, mask=known, other=0).to(wide)[:, :, None]
             k += CHUNK // 2
             x_high = tl.load(x + k, mask=k < inputs, other=0.0).to(wide)[None, :, :]
-            products = ((tile & 15).to(wide) - zero) * x_low + ((tile >> 4).to(wide) - zero) * x_high
+            if scales.dtype.element_ty == tl.uint8:
+                products = _doubled_fp4(tile & 15).to(wide) * x_low + _doubled_fp4(tile >> 4).to(wide) * x_high
+            else:
+                products = ((tile & 15).to(wide) - zero) * x_low + ((tile >> 4).to(wide) - zero) * x_high
         else:
             products = tile.to(wide) * x_low
         part = tl.sum(products, 2).to(tl.float32)
         if GROUPED:
             place = c[None, :] * scales_of_group + (n // SCALE_OUTPUTS)[:, None]
-            part *= tl.load(scales + place, mask=known, other=0.0)
+            part *= _load_scales(scales + place, known)
             if X_CHUNKS > 0:
                 part *= tl.load(x_scales + c // X_CHUNKS, mask=c < chunks, other=0.0)[None, :]
         total += part
     result = tl.sum(total, 1)
     if scales is not None and not GROUPED:
-        result *= tl.load(scales + n // SCALE_OUTPUTS, mask=inside, other=0.0)
+        result *= _load_scales(scales + n // SCALE_OUTPUTS, inside)
     if x_scales is not None and X_CHUNKS == 0:
         result *= tl.load(x_scales)
     return result
@@ -217,7 +237,9 @@ def multiply_rows(
         part = tl.zeros([n.shape[0], inside.shape[0]], sums) if GROUPED else total
         if PAIRED:
             low, high = (tile & 15).to(tl.int8), (tile >> 4).to(tl.int8)
-            if zero_points is not None:
+            if scales.dtype.element_ty == tl.uint8:
+                low, high = _doubled_fp4(low), _doubled_fp4(high)
+            elif zero_points is not None:
                 zero = tl.load(zero_points + c * (outputs if GROUPED else 0) + n, mask=known, other=0)[:, None]
                 low, high = low - zero, high - zero
             else:
@@ -237,7 +259,7 @@ def multiply_rows(
             )
         if GROUPED:
             place = c * scales_of_group + n // SCALE_OUTPUTS
-            part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
+            part = part.to(tl.float32) * _load_scales(scales + place, known)[:, None]
             if X_CHUNKS > 0:
                 part *= tl.load(x_scale + c // X_CHUNKS, mask=inside, other=0.0)[None, :]
             total += part
@@ -245,7 +267,7 @@ def multiply_rows(
             total = part
     result = total.to(tl.float32)
     if scales is not None and not GROUPED:
-        result *= tl.load(scales + n // SCALE_OUTPUTS, mask=known, other=0.0)[:, None]
+        result *= _load_scales(scales + n // SCALE_OUTPUTS, known)[:, None]
     if x_scale is not None and X_CHUNKS == 0:
         result *= tl.load(x_scale, mask=inside, other=0.0)[None, :]
     return result

@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "its scales have values that are not finite, or negative ones of NVFP4: the file is damaged"
 FORMATS = {name: of_blocks(name) for name in KINDS}
 """Formats of the ggml types that stay packed on a CPU. All other types become floats."""
-GPU_FORMATS = {f"Q{bits}_0": WeightFormat(bits, group_size=UNIT) for bits in (8, 4)}
+GPU_FORMATS = {
+    **{f"Q{bits}_0": WeightFormat(bits, group_size=UNIT) for bits in (8, 4)},
+    "MXFP4": FORMATS["MXFP4"],
+}
 """Formats of the ggml types that stay packed on a GPU."""
 
 

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.linear.gpu_weight import GPUWeight, pack, stack
+from kernels.linear.block_weight import read_blocks
+from kernels.linear.gpu_weight import GPUWeight, pack, pack_mxfp4, stack
 from kernels.moe import reference, route, triton
+from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
 from tests.helpers.triton_products import on_device, random_codes, values
 
@@ -17,6 +19,13 @@ def make_experts(
     group = group_size or inputs
     weights, wholes = [], []
     for number in range(count):
+        if kind == "mxfp4":
+            blocks = torch.from_numpy(random_blocks("MXFP4", outputs, inputs, seed=number))
+            wholes.append(read_blocks("MXFP4", blocks).dequantize().double())
+            weights.append(pack_mxfp4(blocks))
+            if number in idle:
+                weights[-1].scales.fill_(255)
+            continue
         codes = random_codes(outputs, inputs, bits, has_zeros).roll(number, 0)
         codes = (codes.float() / 4).to(FP8) if dtype == FP8 else codes
         scales = noise(outputs, -(-inputs // group), seed=number).abs() + 0.1

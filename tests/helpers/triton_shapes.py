@@ -135,13 +135,13 @@ def multiply(
     inputs: int = 4096,
     outputs: int = 14336,
     dtype: torch.dtype = torch.int8,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> None:
     codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else dtype)
     zeros = torch.empty(groups, outputs, dtype=torch.int8) if zero_points else None
     chunk = 128 if groups == 1 else inputs // groups
-    matmul(
-        torch.empty(num_rows, inputs, dtype=BF16), GPUWeight(codes, torch.empty(groups, outputs), zeros, inputs, chunk)
-    )
+    scales = torch.empty(groups, outputs, dtype=scale_dtype)
+    matmul(torch.empty(num_rows, inputs, dtype=BF16), GPUWeight(codes, scales, zeros, inputs, chunk))
 
 
 def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> None:
@@ -175,6 +175,7 @@ def experts_of(num_experts: int, outputs: int, inputs: int, kind: str, dtype: to
     codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else code_dtype)
     groups = -(-inputs // (group_size or inputs))
     scales = torch.empty(num_experts, groups, -(-outputs // 128) if kind == "fp8 blocks" else outputs)
+    scales = scales.to(torch.uint8) if kind == "mxfp4" else scales
     zeros = torch.empty(scales.shape, dtype=torch.int8) if has_zeros else None
     return GPUWeight(codes, scales, zeros, inputs, group_size or 128)
 
@@ -215,6 +216,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} w8a16": partial(multiply, rows, 8, 1) for rows in ROWS},
     **{f"matmul {rows} w4a16 g128": partial(multiply, rows, 4, 32) for rows in ROWS},
     **{f"matmul {rows} w4a16 g32 zero": partial(multiply, rows, 4, 128, True) for rows in ROWS},
+    **{f"matmul {rows} mxfp4": partial(multiply, rows, 4, 128, scale_dtype=torch.uint8) for rows in ROWS},
     **{f"matmul {rows} fp8 weight": partial(multiply, rows, 8, 1, dtype=FP8) for rows in ROWS},
     **{f"matmul {rows} w8a8": partial(multiply_codes, rows, torch.int8) for rows in ROWS},
     **{f"matmul {rows} fp8": partial(multiply_codes, rows, FP8) for rows in ROWS},

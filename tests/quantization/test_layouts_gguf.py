@@ -26,7 +26,7 @@ from models.layers.matrix_layer import MatrixLayer
 from models.linear_layers import linear_layer
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.quantize import run_quantize
-from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
+from quantization.layouts.gguf import GPU_FORMATS, GGUFWeight, read_gguf_quantization
 from quantization.layouts.sharded import ShardedLayout
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
@@ -229,6 +229,7 @@ def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
     files = open_checkpoint(file, False).open_weights({})
     assert read_gguf_quantization(files, torch.device("cuda")) is None
+    assert GPU_FORMATS.keys() == {"Q8_0", "Q4_0", "MXFP4"}
     file_quantization = read_gguf_quantization(files)
     assert file_quantization is not None
     assert set(file_quantization.types.values()) == {"Q4_1", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}

@@ -13,13 +13,15 @@ import models.layers.norm
 import quantization.linear
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight
+from kernels.linear.gpu_weight import pack_mxfp4
 from kernels.swiglu import swiglu
 from models.layers.linear import MergedLinear
 from models.layers.norm import AddRMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.scheme import LinearScheme
-from quantization.weight_format import quantize
+from quantization.weight_format import QuantizedWeight, of_blocks, quantize
+from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_layers import FP8, SCHEMES, WEIGHTS, is_scheme, make_layer
 
@@ -43,6 +45,17 @@ def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torc
     assert_near(layer(x[2:3].to(DEVICE), None), expected[2:3], tolerance)
     held = sum(part.nbytes for part in layer.parameters()) - layer.bias.nbytes
     assert held == num_bytes(stored, scheme) == layer.method.num_bytes(dtype)
+
+
+def test_a_layer_of_mxfp4_is_the_cpus_with_float_activations() -> None:
+    kind, blocks = of_blocks("MXFP4"), torch.from_numpy(random_blocks("MXFP4", 70, 256, seed=0))
+    x, bias, stored = noise(7, 256), noise(70), StoredWeight(QuantizedWeight(blocks, torch.empty(70, 0)))
+    expected = make_layer(stored, LinearScheme(kind), bias, torch.float32, "cpu")(x, None)
+    with patch.object(quantization.linear, "pack_blocks", lambda kind, blocks, scale: pack_mxfp4(blocks)):
+        layer = make_layer(stored, LinearScheme(kind, Activations.dynamic), bias, torch.float32, DEVICE)
+    assert isinstance(layer.method.weight, GPUWeight)
+    assert_near(layer(x.to(DEVICE), None), expected, 1e-4)
+    assert sum(part.nbytes for part in layer.parameters()) - layer.bias.nbytes == 70 * 256 * 4.25 / 8
 
 
 @tiers("weights, dtype", ["int8", "int4 groups", "fp8", "fp8 groups"], [torch.float32, torch.bfloat16])
