@@ -42,18 +42,21 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Return attention [T, H, E], as `reference.paged_attention` does, but in float32: products of bfloat16 are exact
     and summed in float32."""
     keys, values = key_cache.view, value_cache.view
-    fit = _fit(query, key_cache, value_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    per_head = [vector for vector in (alibi_slopes, sinks) if vector is not None]
+    fit = _fit(query, key_cache, value_cache, block_tables, query_starts, context_lengths, per_head, prefix_lengths)
     if keys is None or values is None or not fit:
         raise UnsupportedArguments
     query, block_tables = query.contiguous(), block_tables.contiguous()
     query_starts, context_lengths = query_starts.contiguous(), context_lengths.contiguous()
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)
     cpp.paged_attention(
         query.data_ptr(),
@@ -71,6 +74,7 @@ def paged_attention(
         chunk or 0,
         None if alibi_slopes is None else alibi_slopes.data_ptr(),
         None if prefix_lengths is None else prefix_lengths.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
     )
     return out
@@ -83,7 +87,7 @@ def _fit(
     block_tables: Tensor,
     query_starts: Tensor,
     context_lengths: Tensor,
-    alibi_slopes: Tensor | None,
+    per_head: list[Tensor],
     prefix_lengths: Tensor | None,
 ) -> bool:
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
@@ -95,5 +99,5 @@ def _fit(
         and query.shape[1] % key_cache.tensors[0].shape[2] == 0
         and len(block_tables) == len(context_lengths) == len(query_starts) - 1
         and (prefix_lengths is None or len(prefix_lengths) == len(context_lengths))
-        and (alibi_slopes is None or (len(alibi_slopes), alibi_slopes.dtype) == (query.shape[1], torch.float32))
+        and all((vector.shape, vector.dtype) == (query.shape[1:2], torch.float32) for vector in per_head)
     )

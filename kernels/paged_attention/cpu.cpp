@@ -229,8 +229,10 @@ void join(const Partial &partial, int64_t rows, int64_t width, Partial &total) {
 void write_out(const Rows &rows, const Partial &total, Scratch &scratch) {
   const int64_t width = rows.call.value_width(), channels = rows.call.values.channels;
   float *x = aligned_buffer(scratch.floats, width);
+  const float *sinks = rows.call.sinks;
   for (int64_t row = 0; row < rows.count; ++row) {
-    for (int64_t i = 0; i < width; i += LANES) store(x + i, divide(load(total.values + row * width + i), splat(total.sum[row])));
+    const float sum = sinks ? total.sum[row] + exp_scalar(sinks[rows.head(row)] - total.highest[row]) : total.sum[row];
+    for (int64_t i = 0; i < width; i += LANES) store(x + i, divide(load(total.values + row * width + i), splat(sum)));
     write_floats(rows.call.out, rows.call.keys.dtype, rows.vector_index(row) * channels, channels, x);
   }
 }
@@ -317,9 +319,9 @@ void join_splits(const WorkItem *item, float *partials, Scratch &scratch) {
 
 OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const PagedVectors &values, const int64_t *tables,
                            int64_t table_width, const int64_t *starts, const int64_t *lengths, int64_t num_sequences, int64_t num_heads,
-                           float scale, float soft_cap, int64_t window, int64_t chunk, const float *slopes, const int64_t *prefixes, void *out)) {
+                           float scale, float soft_cap, int64_t window, int64_t chunk, const float *slopes, const int64_t *prefixes, const float *sinks, void *out)) {
   const Call call{query,  out,         keys,          values,    tables, starts, lengths, prefixes,
-                  slopes, table_width, num_sequences, num_heads, window, chunk, scale,  soft_cap};
+                  slopes, sinks,       table_width,   num_sequences, num_heads, window, chunk, scale, soft_cap};
   thread_local Scratch scratch_of_thread;
   thread_local std::vector<WorkItem> items;
   thread_local std::vector<float> partials_buffer;

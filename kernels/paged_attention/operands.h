@@ -23,7 +23,7 @@ struct Call {
   void *out;          // [T, H, E]
   const PagedVectors &keys, &values;
   const int64_t *tables, *starts, *lengths, *prefixes;  // prefixes: may be null
-  const float *slopes;                                  // may be null
+  const float *slopes, *sinks;                          // may be null
   int64_t table_width, num_sequences, num_heads, window, chunk;  // window, chunk: 0 if none
   float scale, soft_cap;                                // soft_cap: 0 if none
   int64_t heads_per_group = num_heads / keys.num_heads;

@@ -20,6 +20,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Return softmax(scale * q k^T) v of every new token over its sequence, up to and including the token itself.
@@ -32,6 +33,7 @@ def paged_attention(
     - chunk c: a token attends only to tokens of its chunk, which begins at a multiple of c (Llama 4). Without a window.
     - alibi_slopes [H] float32: slope * (key's position - query's position) is added to scores (arXiv 2108.12409).
     - prefix_lengths [S] int64: all tokens of a sequence attend to its first prefix_lengths[s] tokens.
+    - sinks [H] float32: a score that takes part in every softmax of its head, without a value (gpt-oss).
 
     Returns [T, H, E] in query's dtype; the softmax is float32.
     """
@@ -59,7 +61,12 @@ def paged_attention(
             hidden |= distance <= -window
         if chunk is not None:
             hidden |= torch.arange(length, device=q.device) < position // chunk * chunk
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)  # [G, H/G, Q, L]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(-1)  # [G, H/G, Q, L]
+        if sinks is not None:
+            sums = scores.logsumexp(-1, keepdim=True)
+            weights = weights * (sums - sinks.unflatten(0, (groups, -1))[:, :, None, None]).sigmoid()
+        weights = weights.to(q.dtype)
         output[starts[s] : starts[s + 1]] = _weighted(weights, values, hidden)
     return output
 

@@ -50,6 +50,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Compute the same as kernels/paged_attention/reference.py, with the softmax and all sums in float32.
@@ -76,7 +77,7 @@ def paged_attention(
         parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device)
         sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
     caches = (*_storage(key_cache), *_storage(value_cache))
-    vectors = (query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    vectors = (query_starts, context_lengths, alibi_slopes, prefix_lengths, sinks)
     where = (block_tables, *(None if vector is None else vector.contiguous() for vector in vectors))
     numbers = (scale, query.stride(0), query.stride(1), block_tables.stride(0), num_tokens, num_sequences)
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
@@ -87,7 +88,7 @@ def paged_attention(
     if splits > 1:
         size = triton.next_power_of_2(value_channels)
         counts = (num_tokens, num_sequences, num_heads, value_channels)
-        _join[(num_tokens, num_heads)](parts, sums, where[1], output, *counts, splits, size, num_warps=4)
+        _join[(num_tokens, num_heads)](parts, sums, where[1], where[-1], output, *counts, splits, size, num_warps=4)
     return output
 
 
@@ -278,6 +279,7 @@ def _attend(
     context_lengths,
     alibi_slopes,
     prefix_lengths,
+    sinks,
     output,
     sums,
     scale,
@@ -377,7 +379,9 @@ def _attend(
         attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
         highest = higher
 
-    attended /= tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1 and sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, mask=mask, other=0.0) * LOG2_E - highest)
+    attended /= tl.where(total == 0, 1.0, total)[:, None]
     channel = tl.arange(0, VALUE)
     place = (split * num_tokens.to(tl.int64) + query_row) * (groups * heads) + head  # [R]
     tl.store(
@@ -394,6 +398,7 @@ def _join(
     parts,
     sums,
     query_starts,
+    sinks,
     output,
     num_tokens,
     num_sequences,
@@ -409,10 +414,14 @@ def _join(
     split, channel = tl.arange(0, SPLITS), tl.arange(0, VALUE)
     place = (split * num_tokens.to(tl.int64) + token) * num_heads + head  # [SPLITS]
     exponent = tl.load(sums + place)
-    weight = tl.exp2(exponent - tl.max(exponent, 0))
+    highest = tl.max(exponent, 0)
+    weight = tl.exp2(exponent - highest)
+    total = tl.sum(weight, 0)
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head) * LOG2_E - highest)
     mask = channel < value_channels
     tile = tl.load(parts + place[:, None] * value_channels + channel[None, :], mask=mask[None, :], other=0.0)
-    result = tl.sum(tile * weight[:, None], 0) / tl.sum(weight, 0)
+    result = tl.sum(tile * weight[:, None], 0) / total
     tl.store(
         output + (token * num_heads + head) * value_channels + channel, result.to(output.dtype.element_ty), mask=mask
     )

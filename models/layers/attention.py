@@ -80,6 +80,7 @@ def attend(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Attend with every query [T, H, D] over its sequence. Returns [T, H * E], in the last layer [R, H * E].
@@ -99,6 +100,7 @@ def attend(
         window,
         alibi_slopes,
         prefix_lengths,
+        sinks,
         chunk,
     )
     return attended.flatten(1)

@@ -39,8 +39,9 @@ def test_attention_of_llama(kv_cache: str, lengths: list[tuple[int, int]]) -> No
         (16, 8, 256, {"window": 100, "soft_cap": 50.0}),
         (40, 40, 128, {"alibi_slopes": torch.rand(40, generator=torch.Generator().manual_seed(0))}),
         (32, 32, 80, {}),
+        (64, 8, 64, {"window": 128, "sinks": torch.rand(64, generator=torch.Generator().manual_seed(0))}),
     ],
-    ids=["qwen2.5-1.5b", "gemma-2-9b", "baichuan-13b", "bloom-3b"],
+    ids=["qwen2.5-1.5b", "gemma-2-9b", "baichuan-13b", "bloom-3b", "gpt-oss-20b"],
 )
 def test_attention_of_other_models(heads: int, groups: int, head_dim: int, options: dict[str, Any]) -> None:
     from tests.helpers.triton_attention import check

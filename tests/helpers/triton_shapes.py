@@ -39,6 +39,7 @@ MODELS = {  # query heads, key/value heads, channels
     "baichuan-13b": (40, 40, 128),
     "bloom-3b": (32, 32, 80),
     "gemma-2-9b": (16, 8, 256),
+    "gpt-oss-20b": (64, 8, 64),
 }
 
 
@@ -206,6 +207,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention decode float32": partial(attend, "llama-3.1-8b", 4, 4, dtype=torch.float32),
     "attention prefill float32": partial(attend, "llama-3.1-8b", 512, 4, dtype=torch.float32),
     "attention alibi": lambda: attend("baichuan-13b", 512, 4, alibi_slopes=torch.empty(40)),
+    "attention sinks": lambda: attend("gpt-oss-20b", 512, 4, window=128, sinks=torch.empty(64)),
+    "attention sinks decode": lambda: attend("gpt-oss-20b", 1, 1, sinks=torch.empty(64)),
     "attention window and cap": partial(attend, "gemma-2-9b", 512, 4, window=4096, soft_cap=50.0),
     "attention prefix": lambda: attend("llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64), chunk=8192),
     "attention latent decode": partial(attend_latent, 64, 64),

@@ -27,6 +27,9 @@ def written_out(
             scores = cap * (scores / cap).tanh()
         if slopes is not None:
             scores = scores + slopes.double() * torch.tensor([[j - position] for j in seen])
-        weights = (scores - scores.amax(0)).exp()
-        result[i] = ((weights / weights.sum(0))[:, :, None] * values[seen]).sum(0)
+        highest, total = scores.amax(0), 0
+        if (sinks := options.get("sinks")) is not None:
+            total = (sinks.double() - highest).exp()
+        weights = (scores - highest).exp()
+        result[i] = ((weights / (weights.sum(0) + total))[:, :, None] * values[seen]).sum(0)
     return result

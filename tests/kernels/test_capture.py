@@ -116,7 +116,7 @@ def codes(x: Tensor) -> QuantizedActivations:
 def attended(x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (4, 16))
     kv_store(heads[:2, :1], heads[2:, :1], *CACHES, HERE[:, 0] * 4)
-    return paged_attention(heads[:2], *CACHES, HERE, ONE_EACH, LENGTHS, 0.25)
+    return paged_attention(heads[:2], *CACHES, HERE, ONE_EACH, LENGTHS, 0.25, sinks=NORM[:4])
 
 
 def turned(x: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def test_store_and_copy_touch_nothing_else(name: str, channels: int) -> None:
 OPTIONS: list[Options] = [
     {},
     {"soft_cap": 2.0, "window": 6, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0, 0.3, 0.1])},
-    {"prefix_lengths": torch.tensor([9, 0, 3])},
+    {"prefix_lengths": torch.tensor([9, 0, 3]), "sinks": torch.tensor([0.5, -3.0, 4.0, 1.0, 0.3, 9.0])},
 ]
 
 

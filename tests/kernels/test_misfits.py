@@ -59,9 +59,10 @@ def attended(values: PagedVectors | None = None, **other: Tensor) -> Sequence[Te
         "context_lengths": torch.arange(3) + 4,
         "alibi_slopes": waves(4),
         "prefix_lengths": torch.arange(3),
+        "sinks": waves(4),
     }
     arguments = fitting | other
-    options = None, None, arguments.pop("alibi_slopes"), arguments.pop("prefix_lengths")
+    options = None, None, *(arguments.pop(name) for name in ("alibi_slopes", "prefix_lengths", "sinks"))
     query = arguments.pop("query")
     return [paged_attention(query, keys, values, *arguments.values(), 0.3, *options)]
 
@@ -95,7 +96,7 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "adapted: int32 ranks": lambda: adapted(ranks=torch.tensor([5, 2]).to(INT32)),
     "adapted: factors that lie apart": lambda: adapted(a=waves(2, 4, 5).transpose(1, 2)),
     "a weight for each head, and rows for one": lambda: [linear(waves(4, 2, 8), waves(2, 4, 8))],
-    "query heads that no key head has": lambda: attended(query=waves(3, 3, 16), alibi_slopes=waves(3)),
+    "query heads that no key head has": lambda: attended(query=waves(3, 3, 16), alibi_slopes=waves(3), sinks=waves(3)),
     "norm of fewer weights": lambda: [rms_norm(waves(2, FAR), waves(4), 1e-5)],
     "layer norm of fewer weights": lambda: [layer_norm(waves(2, FAR), waves(4), None, 1e-5)],
     "layer norm of one bias": lambda: [layer_norm(waves(2, FAR), None, waves(1), 1e-5)],
@@ -142,6 +143,8 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "attended: fewer tables": lambda: attended(block_tables=torch.tensor([[2, 0]])),
     "attended: fewer slopes": lambda: attended(alibi_slopes=waves(2)),
     "attended: slopes of another dtype": lambda: attended(alibi_slopes=waves(4).to(DOUBLE)),
+    "attended: fewer sinks": lambda: attended(sinks=waves(2)),
+    "attended: sinks of another dtype": lambda: attended(sinks=waves(4).to(HALF)),
     "attended: fewer prefixes": lambda: attended(prefix_lengths=torch.arange(1)),
 }
 

@@ -179,7 +179,8 @@ def test_the_cache(opcheck: Check, name: str) -> None:
     opcheck(ops.rope_and_store, *new, *randn(2, 5, 6), *keys, *values, SLOTS)
     opcheck(ops.rope_and_store, *new, *randn(2, 5, 4), *keys, *values, SLOTS, True, randn(12), randn(12), 1e-5)
     opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3)
-    opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3, 20.0, 2, torch.rand(6))
+    options = 20.0, 2, torch.rand(6), None, torch.rand(6)
+    opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3, *options)
 
 
 class Attention(nn.Module):

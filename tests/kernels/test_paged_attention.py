@@ -51,7 +51,7 @@ def check(
         with computing(way):
             # float32 sums of at most 128 terms
             result = paged_attention(*inputs, **options).double()
-            torch.testing.assert_close(result, torch.cat(expected), rtol=0, atol=2e-6)
+            torch.testing.assert_close(result, torch.cat(expected), rtol=0, atol=2e-6, equal_nan=True)
 
 
 RAGGED = [(1, 64), (5, 5), (0, 9), (1, 1), (7, 29), (4, 8)]
@@ -72,6 +72,8 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
         {"prefix_lengths": torch.tensor([10, 3, 9, 7, 29, 0])},
+        {"sinks": torch.tensor([0.5, -200.0, 200.0, 3.0])},
+        {"sinks": torch.tensor([math.inf, -math.inf, math.nan, -1.0]), "window": 6},
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
 )
@@ -91,7 +93,8 @@ def test_numbers_that_do_not_lie_side_by_side() -> None:
     caches = [PagedVectors((torch.randn(6, BLOCK_SIZE, 1, 16),), Unquantised(), 16, torch.float32) for _ in range(2)]
     query, tables = torch.randn(3, 2, 16), torch.tensor([[3, 0], [4, 5]])
     numbers = [torch.tensor([0, 2, 3]), torch.tensor([2, 7])]
-    options = {"alibi_slopes": torch.tensor([0.5, 0.25]), "prefix_lengths": torch.tensor([0, 7])}
+    slopes, sinks = torch.tensor([0.5, 0.25]), torch.tensor([1.0, -0.5])
+    options = {"alibi_slopes": slopes, "prefix_lengths": torch.tensor([0, 7]), "sinks": sinks}
 
     def apart(x: torch.Tensor) -> torch.Tensor:
         return torch.stack((x, torch.full_like(x, 10**6)), -1)[..., 0]

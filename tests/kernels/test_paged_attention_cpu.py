@@ -111,7 +111,12 @@ def formula(filled: Filled, s: int, first: int, options: Options) -> Tensor:
     hidden = (distance > 0) & (torch.arange(len(keys)) >= prefix) | (distance <= -options.get("window", len(keys)))
     if chunk := options.get("chunk"):
         hidden |= torch.arange(len(keys)) < (torch.arange(first, len(keys)) // chunk * chunk)[:, None]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    sinks = (
+        options.get("sinks", torch.full((len(scores),), -torch.inf))
+        .double()[:, None, None]
+        .expand(*scores.shape[:2], 1)
+    )
+    weights = torch.cat((scores.masked_fill(hidden, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
     return torch.einsum("hql,lhe->qhe", weights, values.repeat_interleave(repeats, 1))
 
 
@@ -150,6 +155,7 @@ def test_reads_every_format(dtype: torch.dtype, name: str, sizes: tuple[int, int
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
+SINKS = torch.tensor([0.5, -3.0, 4.0, 9.0])
 OPTIONS: list[Options] = [
     {"soft_cap": 0.7},
     {"soft_cap": 50.0, "chunk": 70},
@@ -157,8 +163,9 @@ OPTIONS: list[Options] = [
     {"window": 65},
     {"window": 300},
     {"alibi_slopes": SLOPES},
+    {"sinks": SINKS, "window": 65},
     {"prefix_lengths": torch.tensor([10, 3, 7, 290, 0])},
-    {"soft_cap": 2.0, "window": 90, "alibi_slopes": SLOPES},
+    {"soft_cap": 2.0, "window": 90, "alibi_slopes": SLOPES, "sinks": SINKS},
 ]
 
 
@@ -179,8 +186,8 @@ def test_long_prompt_whole(heads: int, groups: int) -> None:
 EXACT = [
     (torch.float32, "none", {}),
     (torch.bfloat16, "none", {}),
-    (torch.bfloat16, "int8", {"chunk": 100}),
-    (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES}),
+    (torch.bfloat16, "int8", {"chunk": 100, "sinks": SINKS}),
+    (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS}),
     (torch.float32, "int8 static", {}),
     (torch.bfloat16, "fp8 static", {"window": 50}),
 ]

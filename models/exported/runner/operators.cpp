@@ -284,9 +284,10 @@ void paged_attention(Step &step) {
   const int64_t num_heads = query.shape[1], window = step.integer("window", 0), chunk = step.integer("chunk", 0);
   require_fit(query.shape[0] == starts.as<int64_t>()[lengths.shape[0]] && window >= 0 && chunk >= 0);
   const Tensor slopes = checked_tensor(step.optional("alibi_slopes"), Type::float32, {num_heads});
+  const Tensor sinks = checked_tensor(step.optional("sinks"), Type::float32, {num_heads});
   const Tensor out = empty(query.type, {query.shape[0], num_heads, values.channels});
   call_kernel("paged_attention", query.data, &keys, &values, tables.data, tables.shape[1], starts.data, lengths.data, lengths.shape[0], num_heads,
-              step.number("scale", 1), step.number("soft_cap", 0), window, chunk, slopes.data, NONE, out.data);
+              step.number("scale", 1), step.number("soft_cap", 0), window, chunk, slopes.data, NONE, sinks.data, out.data);
   step.set_result(0, out);
 }
 

@@ -22,6 +22,7 @@ TIGHT = (
     "attention prefill fp8 static",
     "attention prefill float32",
     "attention alibi",
+    "attention sinks",
     "attention window",
     "attention prefix",
     "attention latent",

@@ -11,6 +11,7 @@ from tests.helpers.cases import each
 from tests.helpers.triton_attention import check
 from tests.helpers.triton_cases import tiers
 
+SINKS = torch.tensor([0.5, -torch.inf, torch.inf, 4.0])
 RAGGED = [(1, 40), (5, 5), (0, 9), (1, 1), (7, 29), (17, 19)]  # (new tokens, all tokens) of each sequence
 
 
@@ -35,6 +36,8 @@ def test_reads_every_format_of_the_cache(kv_cache: str, numbers: tuple[torch.dty
         {"prefix_lengths": torch.tensor([10, 3, 9, 1, 29, 0])},
         {"prefix_lengths": torch.tensor([60, 9, 2, 1, 25, 19])},  # also of later tokens
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
+        {"sinks": torch.tensor([0.5, -3.0, 4.0, 9.0]), "window": 6},
+        {"sinks": torch.tensor([torch.inf, -torch.inf, -1.0, 200.0])},
     ],
 )
 def test_options(options: dict[str, Any]) -> None:
@@ -46,7 +49,7 @@ def test_values_of_other_width_than_keys(key_dim: int, value_dim: int) -> None:
     check([(1, 40), (0, 9), (3, 5)], 36, 1, key_dim, value_dim)  # more heads than a tile has rows
 
 
-@each("kv_cache, options", product(["none", "int4"], [{"chunk": 500}, {"window": 200}]))
+@each("kv_cache, options", product(["none", "int4"], [{"chunk": 500}, {"window": 200, "sinks": SINKS}]))
 def test_long_sequences_are_split(kv_cache: str, options: dict[str, Any]) -> None:
     """520 positions have four splits; most splits of the other sequence are empty."""
     assert triton.num_splits(2, 520) == 4
