@@ -196,7 +196,9 @@ class CausalLM(Module, ABC):
 
     def attention_module(self, layer: nn.Module) -> nn.Module | None:
         """Return the attention module of a decoder layer. None: it has none."""
-        module = getattr(layer, self.layout.attention, None)
+        module: nn.Module | None = layer
+        for name in self.layout.attention.split("."):
+            module = getattr(module, name, None)
         return module if isinstance(getattr(module, "heads", None), Heads) else None
 
     @property

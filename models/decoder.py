@@ -34,16 +34,24 @@ class PreNormShape(ModelShape):
 
     norm_weight_offset: ClassVar[float | None] = None
     """Of all norms of the residual stream, as of `RMSNorm`."""
+    norms_have_weights: ClassVar[bool] = True
+    """Of the same norms."""
     hidden_size: int
     rms_norm_eps: float
 
 
 @dataclass(frozen=True)
-class DecoderConfig(PreNormShape):
+class AttentionConfig(PreNormShape):
+    """The config of a model with attention in its layers, whose positions are encoded in any way."""
+
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig(AttentionConfig):
     rotary: RotaryConfig
 
     @property
@@ -128,9 +136,11 @@ class Attention(Module):
 
     soft_cap: float | None = None
     chunk: int | None = None
+    output_name: ClassVar[str] = "o_proj"
+    """The name of the output projection."""
 
     def __init__(
-        self, c: DecoderConfig, window: int | None = None, qkv_bias: bool = False, o_bias: bool = False
+        self, c: AttentionConfig, window: int | None = None, qkv_bias: bool = False, o_bias: bool = False
     ) -> None:
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
@@ -138,7 +148,7 @@ class Attention(Module):
         self.scale = c.head_dim**-0.5
         self.window = window
         self.qkv = merge_qkv(self, c.hidden_size, self.heads, qkv_bias)
-        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
+        self.add_module(self.output_name, Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias))
 
     @property
     def readers(self) -> Sequence[Linear]:
@@ -153,13 +163,18 @@ class Attention(Module):
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window, chunk=self.chunk)
-        return self.o_proj(attended, batch)
+        return self.project(attended, batch)
 
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
         """Return the rotated query [T, H, D], and store the rotated key and the value in the cache."""
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
+
+    def project(self, attended: Tensor, batch: Batch) -> Tensor:
+        """Return the output [R, E] of the attended values [R, H * D]."""
+        output: Tensor = getattr(self, self.output_name)(attended, batch)
+        return output
 
 
 class InterleavedRopeAttention(Attention):
@@ -190,7 +205,7 @@ class Rotary(Protocol):
 
 
 def residual_norm(c: PreNormShape) -> AddRMSNorm:
-    return AddRMSNorm(c.hidden_size, c.rms_norm_eps, c.norm_weight_offset)
+    return AddRMSNorm(c.hidden_size, c.rms_norm_eps, c.norm_weight_offset, c.norms_have_weights)
 
 
 class DecoderLayer(NamedParts):

@@ -45,8 +45,7 @@ class ModelLayout:
     recurrent: str = ""
     """The recurrent module, in a decoder layer without attention.
 
-    It has `state_shapes`, `num_heads`, `check_ranks` and `shard`, which shards all of it except row-parallel layers. If
-    it has `rank_heads`, it gathers the inputs of its row-parallel layer itself.
+    It has `state_shapes`, `num_heads`, `check_ranks` and `shard`, which shards all of it except row-parallel layers.
 
     Empty: no layer is recurrent.
     """
@@ -62,7 +61,8 @@ class ModelLayout:
     row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
     """Last parts of the names of linear layers that write into the residual stream.
 
-    Tensor parallelism shards their inputs, and the outputs of all other linear layers.
+    Tensor parallelism shards their inputs, and the outputs of all other linear layers. If the module of such a layer has
+    `rank_inputs`, it gathers the layer's inputs itself.
     """
     replicated: tuple[str, ...] = ()
     """Last parts of the names of linear layers and embeddings that are replicated on every tensor-parallel rank."""

@@ -213,7 +213,7 @@ class _ShardedLayer:
             mixer = mixers.get(module, NO_MIXER)
             is_sharded = mixer.shards_itself and last not in self._layout.row_parallel
             if isinstance(module, Linear) and not is_whole and not is_sharded:
-                self._shard_linear(name, module, mixer)
+                self._shard_linear(name, module, layer.get_submodule(name.rpartition(".")[0]), mixer)
         if attention is not None:
             self._shard_heads(attention, heads)
 
@@ -230,14 +230,14 @@ class _ShardedLayer:
             num_whole_keys=heads.num_key_value_heads,
         )
 
-    def _shard_linear(self, name: str, layer: Linear, mixer: _Mixer) -> None:
+    def _shard_linear(self, name: str, layer: Linear, parent: Any, mixer: _Mixer) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
             input_ranges = shard_inputs(inputs, mixer.num_heads, tp)
             gathered: ShardedChannels | None = ShardedChannels(self._group, tuple(map(len, input_ranges)))
-            if hasattr(mixer.module, "rank_heads"):
-                mixer.module.rank_heads, gathered = gathered, None
+            if hasattr(parent, "rank_inputs"):
+                parent.rank_inputs, gathered = gathered, None
             elif (
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None

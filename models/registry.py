@@ -57,9 +57,11 @@ def _named(name: str) -> Any:
 
 
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
+MASKS = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask")
 
 ARCHITECTURES = {
     "afmoe": Architecture("Arcee Trinity", "afmoe.read_config", "afmoe.Afmoe"),
+    "apertus": Architecture("Apertus", "apertus.read_config", "apertus.Apertus"),
     "arcee": Architecture("Arcee AFM", "arcee.read_config", "arcee.Arcee"),
     "baichuan": Architecture(
         "Baichuan 7B and 13B, Baichuan2 7B and 13B",
@@ -68,8 +70,10 @@ ARCHITECTURES = {
         INV_FREQ,
     ),
     "bamba": Architecture("Bamba", "bamba.read_config", "bamba.Bamba"),
+    "bitnet": Architecture("BitNet b1.58, in floats", "bitnet.read_config", "bitnet.BitNet"),
     "bloom": Architecture("BLOOM", "bloom.read_config", "bloom.Bloom"),
     "chatglm": Architecture("ChatGLM-6B", "chatglm.read_config", "chatglm.ChatGLM", INV_FREQ),
+    "codegen": Architecture("CodeGen", "codegen.read_config", "codegen.CodeGen", MASKS),
     "cohere": Architecture("Command R, Command R+, Aya", "cohere.read_config", "cohere.Cohere", INV_FREQ),
     "cohere2": Architecture("Command R7B, Command A", "cohere2.read_config", "cohere2.Cohere2"),
     "cwm": Architecture("Code World Model", "cwm.read_config", "cwm.Cwm"),
@@ -92,13 +96,18 @@ ARCHITECTURES = {
     "glm4": Architecture("GLM-4-0414", "glm.read_config", "glm4.Glm4", INV_FREQ),
     "glm4_moe": Architecture("GLM-4.5, 4.5-Air, 4.6", "glm4_moe.read_config", "glm4_moe.Glm4Moe"),
     "glm4_moe_lite": Architecture("GLM-4.7-Flash", "glm4_moe_lite.read_config", "deepseek.Deepseek"),
-    "gpt2": Architecture("GPT-2", "gpt2.read_config", "gpt2.GPT2", (".attn.bias", ".attn.masked_bias")),
+    "gpt2": Architecture("GPT-2", "gpt2.read_config", "gpt2.GPT2", MASKS),
+    "gpt_bigcode": Architecture("StarCoder, SantaCoder", "gpt_bigcode.read_config", "gpt_bigcode.GPTBigCode", MASKS),
+    "gpt_neo": Architecture(
+        "GPT-Neo", "gpt_neo.read_config", "gpt_neo.GPTNeo", ("attention.bias", "attention.masked_bias")
+    ),
     "gpt_neox": Architecture(
         "GPT-NeoX, Pythia",
         "gpt_neox.read_config",
         "gpt_neox.GPTNeoX",
         ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
     ),
+    "gptj": Architecture("GPT-J", "gptj.read_config", "gptj.GPTJ", MASKS),
     "granite": Architecture("Granite 3", "granite.read_config", "granite.Granite"),
     "granitemoe": Architecture("Granite 3 MoE", "granite_moe.read_config", "granite_moe.GraniteMoe"),
     "granitemoehybrid": Architecture("Granite 4", "granite_hybrid.read_config", "granite_hybrid.GraniteHybrid"),
@@ -133,6 +142,8 @@ ARCHITECTURES = {
     "mistral": Architecture("Mistral", "mistral.read_config", "mistral.Mistral"),
     "mistral4": Architecture("Mistral Small 4", "mistral4.read_config", "mistral4.Mistral4"),
     "mixtral": Architecture("Mixtral 8x7B, 8x22B", "mixtral.read_config", "mixtral.Mixtral"),
+    "mpt": Architecture("MPT", "mpt.read_config", "mpt.Mpt"),
+    "nanochat": Architecture("nanochat", "nanochat.read_config", "nanochat.Nanochat"),
     "nemotron": Architecture("Nemotron-4, Minitron", "nemotron.read_config", "nemotron.Nemotron"),
     "nemotron_h": Architecture("Nemotron-H, Nemotron Nano 2, 3", "nemotron_h.read_config", "nemotron_h.NemotronH"),
     "olmo": Architecture("OLMo", "olmo.read_config", "olmo.Olmo"),
@@ -142,6 +153,7 @@ ARCHITECTURES = {
     "opt": Architecture("OPT, Galactica", "opt.read_config", "opt.OPT"),
     "phi": Architecture("Phi-1, Phi-1.5, Phi-2", "phi.read_config", "phi.Phi", INV_FREQ),
     "phi3": Architecture("Phi-3, Phi-4", "phi3.read_config", "phi3.Phi3", INV_FREQ),
+    "phimoe": Architecture("Phi-3.5-MoE", "phimoe.read_config", "phimoe.Phimoe"),
     "qwen": Architecture("Qwen (2023)", "qwen.read_config", "qwen.Qwen", ("rotary_emb.inv_freq", "attn.masked_bias")),
     "qwen2": Architecture("Qwen 1.5, 2, 2.5", "qwen2.read_config", "qwen2.Qwen2"),
     "qwen2_moe": Architecture("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe.read_config", "qwen2_moe.Qwen2Moe"),

@@ -18,7 +18,7 @@ from models.decoder import (
 )
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
-from models.layer_norm_decoder import LayerNormLM, ParallelLayer
+from models.layer_norm_decoder import ParallelLayer, RotaryLayerNormLM
 from models.layers.mlp import MLP
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout
@@ -70,7 +70,7 @@ def read_shape(config: ConfigReader) -> CohereShape:
     )
 
 
-class CohereLM(LayerNormLM):
+class CohereLM(RotaryLayerNormLM):
     """The model of Command R and its successors."""
 
     layout = ModelLayout(
@@ -81,7 +81,7 @@ class CohereLM(LayerNormLM):
         mlps = (MLP(c.hidden_size, c.intermediate_size) for _ in range(c.num_hidden_layers))
         layers = (ParallelLayer(_norm(c), *parts) for parts in zip(attentions, mlps, strict=False))
         super().__init__(c, layers, _norm(c))
-        self.lm_head = ScaledHead(self.model.embed_tokens, c.tie_word_embeddings, 1 / c.logit_scale)
+        self.lm_head = ScaledHead(self.embedding, c.tie_word_embeddings, 1 / c.logit_scale)  # type: ignore[arg-type]
 
 
 def _norm(c: CohereShape) -> LayerNorm:

@@ -141,11 +141,10 @@ class Decoder(Module):
 class CappedHead(Linear):
     """A head with soft-capped logits: c * tanh(logit / c)."""
 
-    def __init__(self, c: Gemma2Config, embedding: Embedding) -> None:
-        super().__init__(
-            c.hidden_size, c.vocab_size, bias=False, embedding=embedding if c.tie_word_embeddings else None
-        )
-        self.cap = c.final_logit_softcapping
+    def __init__(self, embedding: Embedding, tied: bool, cap: float | None) -> None:
+        vocab_size, channels = embedding.shape
+        super().__init__(channels, vocab_size, bias=False, embedding=embedding if tied else None)
+        self.cap = cap
 
     def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         logits, cap = super().forward(x, batch), self.cap
@@ -164,7 +163,7 @@ class Gemma(CausalLM):
     def __init__(self, c: Gemma2Config, attentions: Iterable[decoder.Attention]) -> None:
         super().__init__(c)
         self.model = Decoder(c, attentions)
-        self.lm_head = CappedHead(c, self.model.embed_tokens)
+        self.lm_head = CappedHead(self.model.embed_tokens, c.tie_word_embeddings, c.final_logit_softcapping)
 
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.model.embed_tokens(batch.token_ids)  # [T, E]

@@ -3,13 +3,11 @@
 The first channels of a head are rotated. T tokens, H heads, D channels per head, E hidden channels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
@@ -19,17 +17,11 @@ from models.decoder import DecoderConfig
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
+from models.layers.mlp import GELUS, UngatedMLP
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
 from models.layout import ModelLayout, Unit
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "gelu_fast": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-}
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def read_config(config: ConfigReader) -> GPTNeoXConfig:
         num_key_value_heads=heads,
         head_dim=head_dim,
         rms_norm_eps=config.positive("layer_norm_eps", 1e-5),
-        hidden_act=config.activation(tuple(ACTIVATIONS), "gelu"),
+        hidden_act=config.activation(tuple(GELUS), "gelu"),
         attention_bias=config.get("attention_bias", bool, True),
         use_parallel_residual=config.get("use_parallel_residual", bool, True),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
@@ -88,15 +80,8 @@ class Attention(Module):
         return self.dense(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 
-class MLP(Module):
-    def __init__(self, c: GPTNeoXConfig) -> None:
-        super().__init__()
-        self.dense_h_to_4h = Linear(c.hidden_size, c.intermediate_size)
-        self.dense_4h_to_h = Linear(c.intermediate_size, c.hidden_size)
-        self.activation = ACTIVATIONS[c.hidden_act]
-
-    def forward(self, x: Activations, batch: Batch) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x, batch)), batch)
+class MLP(UngatedMLP):
+    names = ("dense_h_to_4h", "dense_4h_to_h")
 
 
 class DecoderLayer(Module):
@@ -105,7 +90,7 @@ class DecoderLayer(Module):
         self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
         self.attention = Attention(c)
         self.post_attention_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, True, GELUS[c.hidden_act])
         self.is_parallel = c.use_parallel_residual
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
@@ -113,7 +98,7 @@ class DecoderLayer(Module):
         attended = self.attention(normed, angles, batch, cache)
         x = batch.attending(x)
         total = x + attended
-        normed = self.post_attention_layernorm(x if self.is_parallel else total, [self.mlp.dense_h_to_4h])
+        normed = self.post_attention_layernorm(x if self.is_parallel else total, self.mlp.readers)
         return total + self.mlp(normed, batch)
 
 

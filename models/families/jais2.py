@@ -5,7 +5,7 @@ from typing import ClassVar
 from models.config import ConfigReader
 from models.decoder import Attention, read_decoder_config
 from models.families.llama import LlamaConfig
-from models.layer_norm_decoder import LayerNormLM, SequentialLayer
+from models.layer_norm_decoder import RotaryLayerNormLM, SequentialLayer
 from models.layers.mlp import SquaredReluMLP
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout
@@ -24,7 +24,7 @@ def read_config(config: ConfigReader) -> LlamaConfig:
     )
 
 
-class Jais2(LayerNormLM):
+class Jais2(RotaryLayerNormLM):
     layout = ModelLayout(scale_fold_targets={"o_proj": "v_proj"})
     norm: ClassVar[type[LayerNorm]] = LayerNorm
 

@@ -8,7 +8,7 @@ from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, read_decoder_config
-from models.layer_norm_decoder import LayerNormLM, SequentialLayer
+from models.layer_norm_decoder import RotaryLayerNormLM, SequentialLayer
 from models.layers.mlp import MLP
 from models.layers.norm import LayerNorm
 from models.layers.rotary import Angles
@@ -48,7 +48,7 @@ class Attention(decoder.Attention):
         return super().turn_and_store(query, key, value, angles, batch, cache)
 
 
-class Olmo(LayerNormLM):
+class Olmo(RotaryLayerNormLM):
     layout = ModelLayout(norms=())
 
     def __init__(self, c: OlmoConfig) -> None:

@@ -38,7 +38,14 @@ class LongRopeConfig:
     original_length: int
     short_factor: tuple[float, ...]  # R/2
     long_factor: tuple[float, ...]  # R/2
-    attention_factor: float  # multiplies cos and sin
+    short_scale: float  # multiplies cos and sin of short texts
+    long_scale: float
+
+    @property
+    def threshold(self) -> int | None:
+        """The length of a text from which on its angles differ. None: they never do."""
+        is_uniform = (self.short_factor, self.short_scale) == (self.long_factor, self.long_scale)
+        return None if is_uniform else self.original_length
 
     @property
     def threshold(self) -> int | None:
@@ -115,16 +122,16 @@ def read_long_rope(config: ConfigReader, head_dim: int, max_position_embeddings:
     short = long = (1.0,) * (turning // 2)
     attention_factor = 1.0
     if kind != "default":
-        short, long = (_read_factors(scaling, key, turning // 2) for key in ("short_factor", "long_factor"))
+        short, long = (read_factors(scaling, key, turning // 2) for key in ("short_factor", "long_factor"))
         factor = scaling.positive("factor", max_position_embeddings / original)
         implied = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
         attention_factor = scaling.positive("attention_factor", implied)
     if unknown := scaling.unread():
         raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
-    return LongRopeConfig(theta, original, short, long, attention_factor)
+    return LongRopeConfig(theta, original, short, long, attention_factor, attention_factor)
 
 
-def _read_factors(scaling: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+def read_factors(scaling: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     values = scaling.raw(key)
     if not isinstance(values, list) or len(values) != count:
         raise UserError(f"config.json: rope_scaling: {key} is not a list of {count} numbers")
@@ -146,6 +153,8 @@ class LongRope:
         powers = config.theta ** (torch.arange(0, 2 * count, 2, device="cpu").float() / (2 * count))
         self._short = Constant(1.0 / (torch.tensor(config.short_factor, device="cpu") * powers))  # [R/2]
         self._long = Constant(1.0 / (torch.tensor(config.long_factor, device="cpu") * powers))  # [R/2]
+        scales = torch.tensor([[config.short_scale], [config.long_scale]], device="cpu")
+        self._short_scale, self._long_scale = map(Constant, scales)  # [1] each
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
         """Return cos and sin [T, R/2] in `dtype`. positions, prompt_lengths: [T] int64.
@@ -155,12 +164,12 @@ class LongRope:
         transformers' generate() does. A rotation then depends neither on the steps of the prefill nor on other
         sequences of the batch.
         """
-        is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
-        long, short = self._long.on(positions.device), self._short.on(positions.device)
-        frequencies = torch.where(is_long[:, None], long, short)  # [T, R/2]
+        is_long = (torch.maximum(positions + 1, prompt_lengths) > self._config.original_length)[:, None]
+        device = positions.device
+        frequencies = torch.where(is_long, self._long.on(device), self._short.on(device))  # [T, R/2]
         angles = positions[:, None].float() * frequencies
-        factor = self._config.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        scales = torch.where(is_long, self._long_scale.on(device), self._short_scale.on(device))  # [T, 1]
+        return (angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype)
 
 
 class Attention(Module):

@@ -13,7 +13,7 @@ from kernels.layer_norm import layer_norm
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, read_decoder_config
-from models.layer_norm_decoder import LayerNormLM, ParallelLayer, SequentialLayer
+from models.layer_norm_decoder import ParallelLayer, RotaryLayerNormLM, SequentialLayer
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
@@ -76,7 +76,7 @@ class NormedAttention(Attention):
         return super().turn_and_store(query, key, value, angles, batch, cache)
 
 
-class StableLm(LayerNormLM):
+class StableLm(RotaryLayerNormLM):
     def __init__(self, c: StableLmConfig) -> None:
         super().__init__(c, (_make_layer(c) for _ in range(c.num_hidden_layers)), _norm(c))
 

@@ -1,22 +1,13 @@
-"""StarCoder 2 (arXiv 2402.19173): grouped-query rotary attention, LayerNorms with bias, a feed-forward without gate.
+"""StarCoder 2 (arXiv 2402.19173): grouped-query rotary attention, LayerNorms with bias, a feed-forward without gate."""
 
-T tokens, E hidden channels, F feed-forward channels.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from kernels.gelu import gelu_tanh
-from kernels.quantize_rows import Activations
-from models.batch import Batch
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, read_decoder_config
-from models.layer_norm_decoder import LayerNormLM, SequentialLayer
-from models.layers.linear import Linear
-from models.layers.module import Module
+from models.layer_norm_decoder import RotaryLayerNormLM, SequentialLayer
+from models.layers.mlp import UngatedMLP
 from models.layers.norm import LayerNorm
 from models.layers.sliding_window import read_window
 from models.layout import ModelLayout
@@ -64,22 +55,11 @@ def read_config(config: ConfigReader) -> Starcoder2Config:
     )
 
 
-class MLP(Module):
-    def __init__(self, c: Starcoder2Config) -> None:
-        super().__init__()
-        self.c_fc = Linear(c.hidden_size, c.intermediate_size, c.use_bias)
-        self.c_proj = Linear(c.intermediate_size, c.hidden_size, c.use_bias)
-
-    @property
-    def readers(self) -> Sequence[Linear]:
-        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
-        return [self.c_fc]
-
-    def forward(self, x: Activations, batch: Batch) -> Tensor:
-        return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
+class MLP(UngatedMLP):
+    names = ("c_fc", "c_proj")
 
 
-class Starcoder2(LayerNormLM):
+class Starcoder2(RotaryLayerNormLM):
     layout = ModelLayout(
         scale_fold_targets={"o_proj": "v_proj"},
         row_parallel=("o_proj", "c_proj"),
@@ -87,7 +67,11 @@ class Starcoder2(LayerNormLM):
 
     def __init__(self, c: Starcoder2Config) -> None:
         layers = (
-            SequentialLayer((_norm(c), _norm(c)), Attention(c, c.sliding_window, c.use_bias, c.use_bias), MLP(c))
+            SequentialLayer(
+                (_norm(c), _norm(c)),
+                Attention(c, c.sliding_window, c.use_bias, c.use_bias),
+                MLP(c.hidden_size, c.intermediate_size, c.use_bias, gelu_tanh),
+            )
             for _ in range(c.num_hidden_layers)
         )
         super().__init__(c, layers, _norm(c))

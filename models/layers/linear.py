@@ -252,10 +252,10 @@ def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Activatio
     return QuantizedActivations(codes, scales, gate.dtype, format.group_size)
 
 
-def make_head(embedding: Embedding, tied: bool) -> Linear:
+def make_head(embedding: Embedding, tied: bool, bias: bool = False) -> Linear:
     """Return the layer from hidden states [R, E] to logits [R, V], with the embedding's weight or its own."""
     vocab_size, channels = embedding.shape
-    return Linear(channels, vocab_size, bias=False, embedding=embedding if tied else None)
+    return Linear(channels, vocab_size, bias, embedding=embedding if tied else None)
 
 
 def tied_embedding(head: nn.Module) -> Embedding | None:

@@ -138,7 +138,7 @@ def read_step_limits(config: ConfigReader) -> tuple[float, float]:
 class Mamba2(Module):
     """out_proj(norm(ssd(silu(conv(x, B, C)), dt) * silu(gate))), where in_proj's output is gate | x | B | C | dt."""
 
-    rank_heads: ShardedChannels | None = None
+    rank_inputs: ShardedChannels | None = None
     """The channels of each rank's heads. The norm reads all of them. None: this rank has all heads."""
 
     def __init__(self, hidden_size: int, c: Mamba2Config, norm: Module | None = None) -> None:
@@ -215,8 +215,8 @@ class Mamba2(Module):
         parameters = self.dt_bias, self.A_log, self.D, matrices, group, heads.head_channels, *self.step_limits
         mixed = batch.attending(ssd(xbc, steps, *parameters, *cuts))
         gate = batch.attending(gate)
-        if self.rank_heads is not None:
-            mixed, gate = self.rank_heads.gather(mixed), self.rank_heads.gather(gate)
+        if self.rank_inputs is not None:
+            mixed, gate = self.rank_inputs.gather(mixed), self.rank_inputs.gather(gate)
         return self.out_proj(self.norm(mixed, gate), batch)
 
 

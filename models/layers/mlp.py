@@ -3,12 +3,12 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn.functional import relu
 
-from kernels.gelu import gelu_tanh
+from kernels.gelu import gelu, gelu_tanh
 from kernels.quantize_rows import Activations
 from models.batch import Batch
 from models.layers.linear import Linear, MergedLinear, swiglu_for
@@ -73,13 +73,23 @@ class FusedMLP(NamedParts):
         return result
 
 
-class SquaredReluMLP(NamedParts):
-    """down(relu(up(x))^2), without a gate (arXiv 2109.08668)."""
+class UngatedMLP(NamedParts):
+    """down(activation(up(x)))."""
 
     names = ("up_proj", "down_proj")
 
-    def __init__(self, channels: int, intermediate_size: int, bias: bool) -> None:
-        super().__init__(Linear(channels, intermediate_size, bias), Linear(intermediate_size, channels, bias))
+    def __init__(
+        self,
+        channels: int,
+        intermediate_size: int,
+        bias: bool,
+        activation: Callable[[Tensor], Tensor],
+        is_transposed: bool = False,
+    ) -> None:
+        """`is_transposed`: as of `Linear`."""
+        up = Linear(channels, intermediate_size, bias, is_transposed=is_transposed)
+        super().__init__(up, Linear(intermediate_size, channels, bias, is_transposed=is_transposed))
+        self.act_fn = activation
 
     @property
     def readers(self) -> Sequence[Linear]:
@@ -88,10 +98,26 @@ class SquaredReluMLP(NamedParts):
 
     def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         up, down = self.parts
-        result: Tensor = down(squared_relu(up(x, batch)), batch)
+        result: Tensor = down(self.act_fn(up(x, batch)), batch)
         return result
+
+
+class SquaredReluMLP(UngatedMLP):
+    """down(relu(up(x))^2) (arXiv 2109.08668)."""
+
+    def __init__(self, channels: int, intermediate_size: int, bias: bool) -> None:
+        super().__init__(channels, intermediate_size, bias, squared_relu)
 
 
 def squared_relu(x: Tensor) -> Tensor:
     positive = relu(x)
     return positive * positive
+
+
+GELUS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_fast": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+"""GELU and its approximation, by transformers' names."""

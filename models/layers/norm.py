@@ -95,19 +95,22 @@ class StreamWithInputs(NamedTuple):
 class AddRMSNorm(Module):
     """Returns the norm of a residual stream, and the summed stream: both [T, E]. `readers`: as for `Norm`."""
 
-    def __init__(self, size: int, eps: float, weight_offset: float | None = None) -> None:
-        """`weight_offset`: as of `RMSNorm`."""
+    def __init__(self, size: int, eps: float, weight_offset: float | None = None, has_weight: bool = True) -> None:
+        """`weight_offset`: as of `RMSNorm`. `has_weight`: false for a weight of ones, which checkpoints do not hold."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight: nn.Parameter
+        self.register_parameter("weight", nn.Parameter(torch.empty(size)) if has_weight else None)
+        self._ones = None if has_weight else Constant(torch.ones(size, device="cpu"))
         self.eps, self.weight_offset = eps, weight_offset
 
     def forward(self, x: Tensor, update: Tensor | None, readers: Sequence[Linear] = ()) -> tuple[Activations, Tensor]:
+        weight: Tensor = self.weight if self._ones is None else self._ones.on(x.device).to(x.dtype)
         if update is None:
-            return _norm(x, self.weight, self.eps, readers, self.weight_offset), x
+            return _norm(x, weight, self.eps, readers, self.weight_offset), x
         format = shared_activations(x.shape[0], readers)
         if format is None:
-            return add_rms_norm(update, x, self.weight, self.eps, self.weight_offset)
-        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *format, self.weight_offset)
+            return add_rms_norm(update, x, weight, self.eps, self.weight_offset)
+        codes, scales, total = add_rms_norm_quantize(update, x, weight, self.eps, *format, self.weight_offset)
         return QuantizedActivations(codes, scales, x.dtype, format.group_size), total
 
 

@@ -73,7 +73,7 @@ CLASSES = {
 AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer")
 """Classes for which transformers uses the file unchanged."""
 FAMILIES = {
-    **dict.fromkeys("gpt2 opt phi starcoder2".split(), "GPT2Tokenizer"),
+    **dict.fromkeys("codegen gpt2 gpt_neo gptj opt phi starcoder2".split(), "GPT2Tokenizer"),
     **dict.fromkeys(
         "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next".split(), "Qwen2Tokenizer"
     ),
@@ -84,9 +84,9 @@ FAMILIES = {
     ),
     **dict.fromkeys(
         """
-        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid granitemoeshared hyperclovax
-        internlm2 internlm3 kimi_linear minicpm3 minimax minimax_m2 ministral ministral3 mistral mistral3 mixtral nemotron
-        olmo2 olmo3 phi3 stablelm
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite granitemoe granitemoehybrid
+        granitemoeshared hyperclovax internlm2 internlm3 kimi_linear minicpm3 minimax minimax_m2 ministral ministral3
+        mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe stablelm
         """.split(),
         "",
     ),

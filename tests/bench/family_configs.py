@@ -23,6 +23,11 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 32000,
 }
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+GPTJ = {"n_embd": 1536, "n_head": 16, "n_layer": 12, "n_positions": 2048, "rotary_dim": 64, "vocab_size": 50400}
 MIXTURE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "num_hidden_layers": 5}
 GRANITE_MOE = {
     **{"num_hidden_layers": 12, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4},
@@ -173,7 +178,10 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         **{**LLAMA, "head_dim": 128, "num_hidden_layers": 5, "vocab_size": 200192, "mup_enabled": True},
         **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_shared_experts": 1},
     },
+    "apertus": {**LLAMA, "hidden_act": "xielu", "num_hidden_layers": 12, "rope_scaling": LLAMA3, "vocab_size": 131072},
     "arcee": {**LLAMA, "vocab_size": 128004},
+    "bitnet": {**LLAMA, "num_hidden_layers": 12, "vocab_size": 128256},
+    "codegen": {**GPTJ, "vocab_size": 51200},
     "cohere": {**LLAMA, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "vocab_size": 128000},
     "cwm": {**LLAMA, "head_dim": 128, "sliding_window": 8192, "vocab_size": 128256},
     "dots1": {
@@ -181,13 +189,22 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         **{"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 704},
     },
     "gemma": {**LLAMA, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 256000},
+    "gpt_bigcode": {"n_embd": 1536, "n_head": 12, "n_layer": 16, "n_positions": 8192, "vocab_size": 49152},
+    "gpt_neo": {
+        **{"hidden_size": 1536, "num_heads": 12, "num_layers": 12, "attention_types": [[["global", "local"], 6]]},
+        "vocab_size": 50257,
+    },
+    "gptj": GPTJ,
     "granitemoe": {**LLAMA, **GRANITE_MOE},
     "granitemoeshared": {**LLAMA, **GRANITE_MOE, "shared_intermediate_size": 1024},
+    "mpt": {"d_model": 1536, "n_heads": 12, "n_layers": 16, "vocab_size": 50432},
+    "phimoe": {**LLAMA, "num_hidden_layers": 5, "intermediate_size": 768, "vocab_size": 32064},
     "olmoe": {**LLAMA, "num_hidden_layers": 8, "intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4},
     "solar_open": {**LLAMA, **ROUTED, "num_hidden_layers": 3, "head_dim": 128, "vocab_size": 196608},
     "stablelm": {**LLAMA, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "vocab_size": 100352},
     "helium": {**LLAMA, "head_dim": 128, "vocab_size": 48000},
     "jais2": {**LLAMA, "layer_norm_eps": 1e-5, "vocab_size": 150272},
+    "nanochat": {**LLAMA, "intermediate_size": 6144, "num_key_value_heads": 12, "vocab_size": 65536},
     "nemotron": {**LLAMA, "num_hidden_layers": 4, "norm_eps": 1e-5, "vocab_size": 256000},
     "olmo": {**LLAMA, "vocab_size": 50304},
     "falcon_h1": {

@@ -13,6 +13,12 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 14.0]
+LONGROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5], "long_factor": LONG},
+    **{"short_mscale": 1.2, "long_mscale": 1.3, "rope_theta": 1e4, "original_max_position_embeddings": 60},
+}
 MISTRAL4 = DEEPSEEK | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
@@ -353,6 +359,33 @@ EXPERTS = {
             NOT_SILU,
             ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported: only 0"),
             ({"use_qk_norm": True}, "use_qk_norm=True is not supported: only False"),
+        ],
+    ),
+    "phimoe": Family(
+        "PhimoeForCausalLM",
+        sizes={
+            **{**BASE, "num_local_experts": 4, "head_dim": 16, "max_position_embeddings": 240},
+            **{"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 240}, "router_jitter_noise": 1.0},
+        },
+        lengths=(5, 1, 70, 17, 61),
+        variants=[
+            {},
+            # transformers uses the short factors for every length, so equal factors are compared across the border
+            {"rope_parameters": {**LONGROPE, "short_factor": LONG, "original_max_position_embeddings": 60}},
+            {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2, "rope_parameters": DEFAULT},
+            {"tie_word_embeddings": True, "num_local_experts": 2, "router_jitter_noise": 5.0, "sliding_window": 7},
+            {"num_local_experts": 9, "router_jitter_noise": 0.01, "rms_norm_eps": 1e-3},
+        ],
+        refused=[
+            NOT_SILU,
+            ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported: only 2"),
+            ({"num_local_experts": 1}, "num_local_experts=1 is less than num_experts_per_tok=2"),
+            (
+                {"rope_parameters": {"rope_type": "yarn"}},
+                "rope_type='yarn' is not supported: only 'default', 'longrope'",
+            ),
+            ({"rope_parameters": {**LONGROPE, "long_mscale": None}}, "long_mscale is missing"),
+            ({"rope_parameters": {**LONGROPE, "sharpness": 1}}, "fields that are not supported: sharpness"),
         ],
     ),
     "qwen2_moe": Family(

@@ -1,7 +1,17 @@
 """The table of dense architectures with GPT's pattern, with biases and without a gate: one row per architecture."""
 
-from tests.helpers.family import BASE, THREE_KEYS, Family
+from tests.helpers.family import BASE, LEFT_OUT, THREE_KEYS, Family
 
+GPT2 = {
+    "vocab_size": 96,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 72,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GPTJ = {**GPT2, "rotary_dim": 8}
 GPT = {
     "bloom": Family(
         "BloomForCausalLM",
@@ -17,6 +27,15 @@ GPT = {
             ({"n_head": 5}, "hidden_size=48 is not a multiple of n_head=5"),
             ({"hidden_size": None}, "hidden_size is missing"),
             ({"seq_length": 0}, "seq_length=0 is not a number above 0"),
+        ],
+    ),
+    "codegen": Family(
+        "CodeGenForCausalLM",
+        sizes=GPTJ,
+        variants=[{}, {"n_head": 8, "rotary_dim": 6, "n_inner": 100, "activation_function": "gelu"}],
+        refused=[
+            ({"n_head": 6, "n_embd": 48, "rotary_dim": 8}, "n_head=6 is not a multiple of the blocks of qkv_proj=4"),
+            ({"rotary_dim": 14}, "rotary_dim=14 is not an even number of the 12 channels of a head"),
         ],
     ),
     "falcon": Family(
@@ -48,15 +67,7 @@ GPT = {
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        sizes={
-            "vocab_size": 96,
-            "n_embd": 48,
-            "n_layer": 3,
-            "n_head": 4,
-            "n_positions": 72,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-        },
+        sizes=GPT2,
         variants=[
             {},
             {"tie_word_embeddings": False},
@@ -68,11 +79,82 @@ GPT = {
             {"reorder_and_upcast_attn": True, "_attn_implementation": "eager"},
         ],
         refused=[
-            ({"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu_new', 'gelu_p"),
+            ({"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu', 'gelu_fast"),
             ({"add_cross_attention": True}, "add_cross_attention=True is not supported: only False"),
             ({"n_head": 5}, "n_embd=48 is not a multiple of n_head=5"),
             ({"n_layer": None}, "n_layer is missing"),
             ({"n_positions": 0}, "n_positions=0 is not a number above 0"),
+        ],
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCodeForCausalLM",
+        sizes=GPT2,
+        variants=[
+            {},
+            {"multi_query": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+            {"n_inner": 100, "layer_norm_epsilon": 1e-3, "scale_attn_weights": False},
+        ],
+        refused=[
+            ({"add_cross_attention": True}, "add_cross_attention=True is not supported: only False"),
+            ({"multi_query": True, "num_key_value_heads": 4}, "num_key_value_heads=4 is not supported: only 1, None"),
+            ({"n_head": 5}, "n_embd=48 is not a multiple of n_head=5"),
+        ],
+    ),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        sizes={
+            **{"vocab_size": 96, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 72},
+            **{"attention_types": [[["global", "local"], 1]], "window_size": 6, "eos_token_id": None},
+        },
+        variants=[
+            {},
+            {"attention_types": [[["local"], 1], [["global"], 1]], "tie_word_embeddings": False, "window_size": 9},
+            {"intermediate_size": 100, "activation_function": "gelu", "layer_norm_epsilon": 1e-3},
+        ],
+        config={"rms_norm_eps": LEFT_OUT},
+        read=[({"attention_types": [[["global"], 2]]}, {"windows": (None, None), "capabilities.has_windows": False})],
+        refused=[
+            ({"attention_types": [[["global", "local"], 2]]}, "must give num_layers=2 layers alike"),
+            ({"attention_layers": ["local", "global"]}, "must give num_layers=2 layers alike"),
+            ({"attention_types": [[["flash"], 2]]}, r"attention_types=\[\[\['flash'\], 2\]\] is not a list of"),
+            ({"attention_types": 3}, "attention_types=3 is not a list of"),
+            ({"window_size": 0}, "window_size=0 is not a number above 0"),
+        ],
+    ),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        sizes=GPTJ,
+        variants=[
+            {},
+            {"rotary_dim": 12, "n_inner": 100, "layer_norm_epsilon": 1e-3},
+            {"activation_function": "gelu", "tie_word_embeddings": True},
+        ],
+        refused=[
+            ({"rotary_dim": 13}, "rotary_dim=13 is not an even number of the 12 channels of a head"),
+            ({"rotary": False}, "rotary=False is not supported: only None, True"),
+            ({"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu', 'gelu_fast"),
+        ],
+    ),
+    "mpt": Family(
+        "MptForCausalLM",
+        sizes={
+            **{"vocab_size": 96, "d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 72},
+            **{"eos_token_id": None, "expansion_ratio": 4},
+        },
+        variants=[
+            {},
+            {"n_heads": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+            {"attn_config": {"clip_qkv": 0.4}},
+            {"attn_config": {"softmax_scale": 0.5}},
+        ],
+        refused=[
+            ({"no_bias": False}, "no_bias=False is not supported: only True"),
+            ({"logit_scale": 2.0}, r"logit_scale=2\.0 is not supported: only None"),
+            ({"attn_config": {"alibi_bias_max": 4}}, "alibi_bias_max=4 is not supported: only 8"),
+            ({"attn_config": {"alibi": False}}, "alibi=False is not supported: only True"),
+            ({"attn_config": {"qk_ln": True}}, "qk_ln=True is not supported: only False, None"),
+            ({"attn_config": {"kv_n_heads": 2}}, "attn_config has fields that are not supported: kv_n_heads"),
+            ({"expansion_ratio": 2}, "expansion_ratio=2 is not supported: only 4"),
         ],
     ),
     "gpt_neox": Family(

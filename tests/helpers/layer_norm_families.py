@@ -1,4 +1,4 @@
-"""The table of dense architectures with LayerNorms and rotary attention: one row per architecture."""
+"""The table of dense architectures with LayerNorms, or norms without weights, and rotary attention: one row per architecture."""
 
 from tests.helpers.family import FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
 
@@ -8,6 +8,15 @@ WITH_LAYER_NORMS = {
         "Jais2ForCausalLM",
         variants=[{}, {"attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-3, "head_dim": 8}],
         refused=[NOT_RELU2, THREE_KEYS],
+    ),
+    "nanochat": Family(
+        "NanoChatForCausalLM",
+        variants=[
+            {},
+            {"attention_bias": True, "final_logit_softcapping": None, "tie_word_embeddings": True, "rope_theta": 500.0},
+            {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "final_logit_softcapping": 2.0},
+        ],
+        refused=[NOT_RELU2, THREE_KEYS, ({"final_logit_softcapping": -1}, "final_logit_softcapping=-1")],
     ),
     "nemotron": Family(
         "NemotronForCausalLM",

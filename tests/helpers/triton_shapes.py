@@ -210,7 +210,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attention sinks": lambda: attend("gpt-oss-20b", 512, 4, window=128, sinks=torch.empty(64)),
     "attention sinks decode": lambda: attend("gpt-oss-20b", 1, 1, sinks=torch.empty(64)),
     "attention window and cap": partial(attend, "gemma-2-9b", 512, 4, window=4096, soft_cap=50.0),
-    "attention prefix": lambda: attend("llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64), chunk=8192),
+    "attention prefix": lambda: attend(
+        "llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64), chunk=8192
+    ),
     "attention latent decode": partial(attend_latent, 64, 64),
     "attention latent prefill": partial(attend_latent, 4096, 1),
     **{f"kv_store {kind}": partial(store, kind) for kind in NAMES},

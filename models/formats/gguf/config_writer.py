@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from gguf.constants import ExpertGatingFuncType
 
 from conf.errors import UserError
+from models.decoder import AttentionConfig
 from models.families.bloom import BloomConfig
 from models.families.chatglm import ChatGLMConfig
 from models.families.chatglm2 import ChatGLM2Config
@@ -127,26 +128,26 @@ def _add_deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
 def _add_gpt2(writer: GGUFWriter, c: GPT2Config) -> None:
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx or c.activation_function != "gelu_new":
         raise unsupported("a GPT-2 with another attention scale, or an activation other than gelu_new")
-    _add_without_rotary(writer, c, c.n_positions, c.n_embd, c.n_inner)
+    _add_without_rotary(writer, c, c.max_position_embeddings, c.intermediate_size, c.rms_norm_eps)
 
 
 def _add_bloom(writer: GGUFWriter, c: BloomConfig) -> None:
     if c.apply_residual_connection_post_layernorm:
         raise unsupported("a BLOOM with apply_residual_connection_post_layernorm=true")
-    _add_without_rotary(writer, c, c.seq_length, c.hidden_size, 4 * c.hidden_size)
+    _add_without_rotary(writer, c, c.seq_length, 4 * c.hidden_size, c.layer_norm_epsilon)
 
 
 def _add_without_rotary(
-    writer: GGUFWriter, c: GPT2Config | BloomConfig, context_length: int, hidden_size: int, inner_size: int
+    writer: GGUFWriter, c: AttentionConfig | BloomConfig, context_length: int, inner_size: int, eps: float
 ) -> None:
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(context_length)
-    writer.add_embedding_length(hidden_size)
+    writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_feed_forward_length(inner_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_attention_heads)
-    writer.add_layer_norm_eps(c.layer_norm_epsilon)
+    writer.add_head_count_kv(c.num_attention_heads if isinstance(c, BloomConfig) else c.num_key_value_heads)
+    writer.add_layer_norm_eps(eps)
 
 
 WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {

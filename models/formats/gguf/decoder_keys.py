@@ -141,7 +141,7 @@ def add_phi3(writer: GGUFWriter, c: Phi3Config) -> None:
     writer.add_rope_scaling_orig_ctx_len(c.rotary.original_length)
     writer.add_sliding_window(c.sliding_window or 0)
     if {*c.rotary.short_factor, *c.rotary.long_factor} != {1.0}:
-        writer.add_rope_scaling_attn_factors(c.rotary.attention_factor)
+        writer.add_rope_scaling_attn_factors(c.rotary.short_scale)
 
 
 def rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
