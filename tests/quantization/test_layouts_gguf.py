@@ -165,6 +165,9 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def check_blocks(file: Path, floats: Path) -> None:
+    (coded,), (expected_file,) = (open_checkpoint(path, False).open_weights({}) for path in (file, floats))
+    for (name, tensor), (_, values) in zip(coded.read(coded.shapes), expected_file.read(coded.shapes), strict=True):
+        assert tensor.equal(values), name  # dequantised, as for a GPU
     packed_engine, expected = engine_of(file, block_activations="none"), engine_of(floats)
     rounding_engine = engine_of(file)
     methods = {

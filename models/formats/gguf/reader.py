@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from conf.errors import UserError
@@ -21,7 +20,7 @@ from models.formats.gguf.halves import Halves, find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
 from models.formats.gguf.names import LAYOUTS, TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
-from models.formats.gguf.scales import of_expert, with_scales
+from models.formats.gguf.scales import SCALED, of_expert, with_scales
 from models.formats.gguf.shares import Share, find_shares
 from models.formats.gguf.stacked import Stacked, find_stacked
 from models.formats.gguf.tensors import STORED, read_bytes, read_scale, read_tensor
@@ -101,7 +100,7 @@ class GGUFWeights:
 
     def keep_codes(self, modules: Iterable[str]) -> None:
         types = self.coded_modules()
-        self._with_global_scales = [module for module in modules if types[module] == GGMLQuantizationType.NVFP4.name]
+        self._with_global_scales = [module for module in modules if types[module] == SCALED]
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
                 self._sources[f"{module}.blocks"] = source

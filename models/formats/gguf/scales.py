@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from gguf.constants import GGMLQuantizationType
-
 from conf.errors import UserError
 from models.formats.gguf.header import TensorInfo
+
+SCALED = "NVFP4"
+"""The type whose tensors have factors."""
 
 
 def with_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -16,13 +17,13 @@ def with_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """
     result = dict(tensors)
     for name, tensor in tensors.items():
-        if tensor.type is not GGMLQuantizationType.NVFP4:
+        if tensor.type.name != SCALED:
             continue
         module = name.removesuffix(".weight")
         result.pop(f"{module}.input_scale", None)
         if scale := result.pop(f"{module}.scale", None):
             wanted = tensor.shape[:-2] or (1,)
-            if scale.type is not GGMLQuantizationType.F32 or scale.shape != wanted:
+            if scale.type.name != "F32" or scale.shape != wanted:
                 raise UserError(
                     f"{scale.path}: {module}.scale is {scale.type.name} {list(scale.shape)}, expected F32 {list(wanted)}"
                 )

@@ -57,7 +57,7 @@ def test_equals_the_other_layout(family: str, merged: bool, tmp_path: Path) -> N
     assert_equal(file, tmp_path)
 
 
-@each("kind, dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16")])
+@each("kind, dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16"), ("MXFP4", "float16")])
 def test_rounded_weights_are_the_packages(kind: str, dtype: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
     type = gguf.GGMLQuantizationType[kind]
