@@ -13,6 +13,8 @@ class QuantScheme(Enum):
     int4 = "int4"
     a8w8 = "a8w8"  # int8 weights and activations
     fp8 = "fp8"  # e4m3 weights and activations
+    mxfp4 = "mxfp4"  # only weights: e2m1 in groups of 32, scales are powers of two
+    nvfp4 = "nvfp4"  # only weights: e2m1 in groups of 16, e4m3 scales, and a scale for the whole weight
     q4_1 = "q4_1"  # only weights, in a block type of llama.cpp
     q5_0 = "q5_0"
     q5_1 = "q5_1"
@@ -27,7 +29,7 @@ class QuantScheme(Enum):
 
     @property
     def is_blocks(self) -> bool:
-        return self in BLOCKS or self in MIXTURES
+        return self in BLOCKS or self in MIXTURES or self in FP4
 
 
 class QuantMethod(Enum):
@@ -83,6 +85,7 @@ SparsityPattern = Enum("SparsityPattern", {"unstructured": "unstructured", "2:4"
 
 
 BLOCKS = tuple(QuantScheme[name] for name in ("q4_1", "q5_0", "q5_1", "q3_k", "q4_k", "q5_k", "q6_k"))
+FP4 = QuantScheme.mxfp4, QuantScheme.nvfp4
 MIXTURES = {QuantScheme[f"{name}_m"]: QuantScheme[name] for name in ("q3_k", "q4_k", "q5_k")}
 """The block type of most tensors in each mixture."""
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
@@ -93,6 +96,7 @@ METHODS = {
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
     QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+    **dict.fromkeys(FP4, (QuantMethod.rtn,)),
     **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (QuantMethod.rtn, QuantMethod.imatrix)),
 }
 
@@ -105,7 +109,7 @@ ACTIVATIONS = {
     QuantScheme.int4: _FLOAT_PRODUCTS,
     QuantScheme.a8w8: _CODE_PRODUCTS,
     QuantScheme.fp8: _CODE_PRODUCTS,
-    **dict.fromkeys((*BLOCKS, *MIXTURES, QuantScheme.auto), (Activations.none,)),
+    **dict.fromkeys((*FP4, *BLOCKS, *MIXTURES, QuantScheme.auto), (Activations.none,)),
 }
 
 
@@ -180,7 +184,7 @@ class QuantConfig:
     """One scale per weight instead of one per output channel (fp8)."""
     activations: Activations = option(Activations.none, choices_by=("scheme", ACTIVATIONS))
     block_activations: BlockActivations = BlockActivations.int8
-    """Format of the activations that multiply weights in llama.cpp's blocks. `activations` is for all other weights."""
+    """Format of the activations that multiply weights in blocks: llama.cpp's types and FP4. `activations` is for others."""
     smooth: SmoothConfig = option(factory=SmoothConfig, only_with=_SMOOTHED)
     shift: bool = option(False, only_with=_SMOOTHED)
     """Centre the range of each activation channel at 0 first (Outlier Suppression+, arXiv 2304.09145)."""
@@ -203,7 +207,7 @@ class QuantConfig:
     skip: list[str] = field(default_factory=list)
     """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
     overrides: dict[str, str] = option(factory=dict, only_with={"scheme": one_of(*_QUANTIZED)})
-    """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32), a block type or `none`."""
+    """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32), FP4, a block type or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
     """Storage format of keys and values, for every scheme."""
     kv_cache_scales: KVCacheScales = option(

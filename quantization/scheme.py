@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from conf.errors import check
-from conf.quantization import BLOCKS, GROUP_SIZES, MIXTURES, Activations, QuantConfig, QuantScheme
+from conf.quantization import BLOCKS, FP4, GROUP_SIZES, MIXTURES, Activations, QuantConfig, QuantScheme
 from kernels.linear.block_weight import KINDS
 from quantization.codes import CodeKind
 from quantization.weight_format import WeightFormat, of_blocks
@@ -14,7 +14,9 @@ SHORTER_BLOCKS = {
     CodeKind.Q4_K: of_blocks("Q5_0"),
     CodeKind.Q5_K: of_blocks("Q5_1"),
     CodeKind.Q6_K: of_blocks("Q8_0"),
+    CodeKind.NVFP4: of_blocks("MXFP4"),
 }
+"""Formats for channels that a type's blocks do not divide; llama.cpp's choice for its K types."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
         QuantScheme.int4: WeightFormat(4, symmetric=config.symmetric, group_size=group_size),
         QuantScheme.a8w8: WeightFormat(8),
         QuantScheme.fp8: WeightFormat(8, CodeKind.FP8, per_tensor=config.per_tensor),
-        **{scheme: of_blocks(scheme.name.upper()) for scheme in BLOCKS},
+        **{scheme: of_blocks(scheme.name.upper()) for scheme in (*FP4, *BLOCKS)},
         **{scheme: of_blocks(most.name.upper()) for scheme, most in MIXTURES.items()},
     }
     return LinearScheme(formats[config.scheme], config.activations.in_files)
 
 
 def fitted_blocks(scheme: LinearScheme, num_inputs: int) -> LinearScheme | None:
-    """Return a block scheme, or the one with shorter blocks that llama.cpp takes if its blocks do not divide the channels.
+    """Return a block scheme, or the scheme of SHORTER_BLOCKS if its blocks do not divide the channels.
 
     None: shorter blocks do not divide them either. Schemes of other kinds are returned unchanged.
     """
@@ -80,6 +82,7 @@ def parse_format(key: str, text: str) -> LinearScheme | None:
         for bits in (8, 4)
         for suffix, size in sizes.items()
     }
-    schemes |= {name: LinearScheme(of_blocks(name.upper())) for name in ("q8_0", *(scheme.name for scheme in BLOCKS))}
+    blocks = ("q8_0", *(scheme.name for scheme in (*FP4, *BLOCKS)))
+    schemes |= {name: LinearScheme(of_blocks(name.upper())) for name in blocks}
     check(text in schemes, key, text, ", ".join(schemes))
     return schemes[text]

@@ -14,6 +14,7 @@ from kernels.fit_scales import fit_scales
 from kernels.kv_format import FLOAT8_MAX
 from kernels.linear.block_weight import GLOBAL_BYTES, KINDS, read_blocks
 from kernels.linear.float_weight import TILE
+from quantization import fp4
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
 # Numbers quantised at once: 1 MB in float32. A block of 4 MB allocates new memory each time and takes 4.8 ns instead of
@@ -65,6 +66,11 @@ class WeightFormat:
             return tiles + GLOBAL_BYTES * kind.has_global_scale
         groups = 1 if self.group_size is None else -(-num_inputs // self.group_size)
         return num_outputs * (num_inputs * self.bits // 8 + groups * (4 if self.symmetric else 5))
+
+    @property
+    def depends_on_all_outputs(self) -> bool:
+        """Whether the codes of an output depend on all outputs."""
+        return self.per_tensor or self.kind.is_blocks and KINDS[self.kind.name].has_global_scale
 
     @property
     def code_range(self) -> tuple[float, float]:
@@ -148,10 +154,7 @@ def choose_scales(weight: Tensor, format: WeightFormat, fits_range: bool = False
     if format.per_tensor:
         low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
     if not (low.isfinite() & high.isfinite()).all():
-        count = int((~weight.isfinite()).sum())
-        raise UserError(
-            f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
-        )
+        raise _not_finite(weight)
     if format.bits == 8:
         return scale_of(torch.maximum(-low, high), format.code_range[1], format.scale_dtype), None
     if fits_range and not format.symmetric:
@@ -164,6 +167,13 @@ def choose_scales(weight: Tensor, format: WeightFormat, fits_range: bool = False
         fitted = [fit_scales(weight[rows], size, format.symmetric, format.scale_dtype) for rows in _blocks(weight)]
         scales, zero_points = (torch.cat(parts) for parts in zip(*fitted, strict=True))
     return scales, None if format.symmetric else zero_points
+
+
+def _not_finite(weight: Tensor) -> UserError:
+    count = int((~weight.isfinite()).sum())
+    return UserError(
+        f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
+    )
 
 
 def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
@@ -197,14 +207,32 @@ def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, for
 
 
 def quantize(weight: Tensor, format: WeightFormat, importance: Tensor | None = None) -> QuantizedWeight:
-    """Return weight [O, I] as codes: the nearest ones, or blocks as llama.cpp makes them.
+    """Return weight [O, I] as codes: the nearest ones, FP4 blocks, or other blocks as llama.cpp makes them.
 
     importance: as for `quantize_blocks`; other formats do not use it. Raises UserError as `choose_scales` and `quantize_blocks` do.
     """
+    if format.kind.name in fp4.STEPS:
+        return quantize_fp4(weight, format.kind.name)
     if format.kind.is_blocks:
         return quantize_blocks(weight, format.kind.name, importance)
     scales, zero_points = choose_scales(weight, format)
     return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)
+
+
+def quantize_fp4(weight: Tensor, kind: str) -> QuantizedWeight:
+    """Return weight [O, I] in blocks of MXFP4 or NVFP4, which divide the input channels.
+
+    Raises UserError for values that are not finite.
+    """
+    largest = torch.stack([weight[rows].abs().amax() for rows in _blocks(weight)]).amax()
+    if not largest.isfinite():
+        raise _not_finite(weight)
+    scales, global_scale = torch.empty(len(weight), 0), 1.0
+    if KINDS[kind].has_global_scale:
+        global_scale = fp4.global_scale_of(largest)
+        scales = torch.tensor([[global_scale]], dtype=torch.float64)
+    blocks = torch.cat([fp4.quantize_rows(weight[rows], kind, global_scale) for rows in _blocks(weight)])
+    return QuantizedWeight(blocks, scales, blocks=kind)
 
 
 def quantize_blocks(weight: Tensor, kind: str, importance: Tensor | None = None) -> QuantizedWeight:

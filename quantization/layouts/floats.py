@@ -24,7 +24,7 @@ class FloatLayout:
         return {"weight": self.shape[::-1] if self.is_transposed else self.shape}
 
     def output_axes(self) -> dict[str, OutputAxis]:
-        return {} if self.format.per_tensor else {"weight": OutputAxis(int(self.is_transposed))}
+        return {} if self.format.depends_on_all_outputs else {"weight": OutputAxis(int(self.is_transposed))}
 
     def of_outputs(self, num_outputs: int) -> "FloatLayout":
         return replace(self, shape=(num_outputs, self.shape[1]))

@@ -21,11 +21,12 @@ from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import MANY_ROWS, Dequantized, method_of
 from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat, quantize
+from quantization.weight_format import WeightFormat, of_blocks, quantize
 from tests.helpers.cases import each
 
-INPUTS, CPU = 96, torch.device("cpu")
+INPUTS, CPU = 192, torch.device("cpu")
 INT8, INT4, FP8 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32), WeightFormat(8, CodeKind.FP8)
+NVFP4 = of_blocks("NVFP4")
 FP8_GROUPS = WeightFormat(8, CodeKind.FP8, group_size=32)
 
 
@@ -91,6 +92,8 @@ TOGETHER: dict[str, Any] = {
     "fp8 with groups": lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(2)],
     "fp8 weights": lambda dtype: [coded(17, dtype, FP8) for _ in range(2)],
     "static fp8": lambda dtype: [coded(17, dtype, FP8, STATIC) for _ in range(2)],
+    "nvfp4": lambda dtype: [coded(size, dtype, NVFP4, DYNAMIC) for size in (17, 5, 17)],
+    "nvfp4 weights": lambda dtype: [coded(size, dtype, NVFP4) for size in (17, 5, 17)],
     "one order of channels": lambda dtype: [coded(17, dtype, INT4, order=0), coded(17, dtype, INT4, order=0)],
     "one order of channels, codes": lambda dtype: [coded(17, dtype, INT8, DYNAMIC, order=0) for _ in range(2)],
 }
@@ -229,6 +232,7 @@ METHODS: dict[str, Any] = {
     "fp8": lambda: coded(70, torch.float32, FP8, DYNAMIC),
     "fp8 per tensor": lambda: coded(70, torch.float32, replace(FP8, per_tensor=True)),
     "fp8, groups": lambda: coded(70, torch.float32, FP8_GROUPS, DYNAMIC),
+    "nvfp4": lambda: coded(70, torch.float32, NVFP4),
 }
 
 
@@ -275,7 +279,7 @@ def test_a_layer_whose_codes_became_floats_takes_back_such_floats_alone() -> Non
     layer = Linear(INPUTS, 5, bias=False)
     layer.method = DenseMethod(Dequantized(FloatLayout((5, INPUTS), False, INT8), (5, INPUTS)))
     for other in (randn(INPUTS, 5), randn(5, INPUTS, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"not \[5, 96\] of torch.float32, for its weight"):
+        with pytest.raises(ValueError, match=rf"not \[5, {INPUTS}\] of torch.float32, for its weight"):
             layer.restore({"weight": other}, torch.float32)
     weight, foreign = randn(5, INPUTS), torch.arange(INPUTS).flip(0)
     left = {"weight": weight, "permutation": foreign}

@@ -209,7 +209,7 @@ def test_options_that_nothing_would_use(values: dict[str, Any], message: str) ->
 def test_blocks_that_do_not_divide_a_layer_are_shorter_or_floats(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     schemes_by_format = {}
-    for scheme in ("q3_k", "q4_k", "q5_k", "q6_k", "q5_1"):
+    for scheme in ("q3_k", "q4_k", "q5_k", "q6_k", "q5_1", "nvfp4"):
         model = model_of("llama3", hidden_size=256, intermediate_size=288)
         schemes = plan(model, QuantConfig(QuantScheme[scheme], overrides={"lm_head": "q6_k", "*.v_proj": "int4/32"}))
         names = ("layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.down_proj")
@@ -220,6 +220,7 @@ def test_blocks_that_do_not_divide_a_layer_are_shorter_or_floats(caplog: pytest.
         "q5_k": ["Q5_K", "int4 groups of 32", "Q5_1", "Q6_K"],
         "q6_k": ["Q6_K", "int4 groups of 32", "Q8_0", "Q6_K"],
         "q5_1": ["Q5_1", "int4 groups of 32", "Q5_1", "Q6_K"],
+        "nvfp4": ["NVFP4", "int4 groups of 32", "MXFP4", "Q6_K"],
     }
     assert not caplog.messages
     schemes = plan(model_of("llama3", intermediate_size=90), QuantConfig(QuantScheme.q4_1))

@@ -29,6 +29,8 @@ SCHEMES = {
     "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.7),
     "a8w8": (QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic), 0.12),
     "fp8": (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic), 0.2),
+    "mxfp4": (QuantConfig(QuantScheme.mxfp4), 0.7),
+    "nvfp4": (QuantConfig(QuantScheme.nvfp4), 0.7),
 }
 
 

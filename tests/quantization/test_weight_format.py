@@ -1,3 +1,4 @@
+import math
 import re
 
 import pytest
@@ -5,14 +6,17 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from kernels.linear.block_weight import FP4_VALUES
+from quantization import fp4
 from quantization.codes import CodeKind
-from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
+from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, of_blocks, quantize
 from tests.helpers.cases import each
 from tests.helpers.random_tensors import random
 
 INT4 = WeightFormat(bits=4, group_size=8)
 ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=8)
 FP8 = WeightFormat(kind=CodeKind.FP8)
+FP4 = [of_blocks("MXFP4"), of_blocks("NVFP4")]
 FORMATS = [
     INT4,
     ASYMMETRIC,
@@ -162,7 +166,41 @@ def test_extreme_rows_stay_finite(format: WeightFormat, value: float) -> None:
         assert not bool(done.dequantize()[1].abs().gt(1e-30).any())
 
 
+@each("format", FP4)
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_fp4_has_the_best_of_a_few_scales(format: WeightFormat, dtype: torch.dtype) -> None:
+    weight = (random(5, 128) * torch.linspace(0.01, 4, 128)).to(dtype)
+    weight[3, :64] = 0
+    done = quantize(weight, format)
+    divisor = float(torch.tensor(2688) / weight.float().abs().max())  # a float32
+    assert done.global_scale == (1 / divisor if format.kind is CodeKind.NVFP4 else 1)
+    groups = weight.float().unflatten(1, (-1, format.group_size or 0))
+    for group, values in zip(groups.flatten(0, 1), done.dequantize().view_as(groups).flatten(0, 1), strict=True):
+        candidates = [nearest_fp4(group, scale) for scale in fp4_scales(float(group.abs().max()), divisor, format)]
+        least = min((candidate - group).square().sum() for candidate in candidates)
+        assert (values - group).square().sum() <= least * (1 + 1e-6)  # sums in another order
+    for value in (0.0, 1e-45, 3e38):
+        assert quantize(torch.full((4, 64), value), format).dequantize().isfinite().all()
+
+
+def fp4_scales(largest: float, divisor: float, format: WeightFormat) -> list[float]:
+    if format.kind is CodeKind.MXFP4:
+        exponent = math.floor(math.log2(largest)) - 2 if largest else 0
+        return [2.0**exponent, 2.0 ** (exponent + 1)]
+    every = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    first = int((every - largest / 6 * divisor).abs().argmin())
+    chosen = [min(max(first + step, 0), len(every) - 1) for step in (0, -1, 1, 4, 5)]
+    return (every[chosen] / divisor).tolist()
+
+
+def nearest_fp4(group: Tensor, scale: float) -> Tensor:
+    distances = (group[:, None].double() / scale - FP4_VALUES).abs()
+    return FP4_VALUES[distances.argmin(1)] * scale
+
+
 def test_ties_go_to_the_even_code() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6.5, -0.75, -9])
+    assert fp4._rounded(ties).tolist() == [0, 1, 1, 2, 2, 4, 4, 6, -1, -6]
     row = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0]])
     assert encode(row, torch.ones(1, 1), None, INT4).tolist() == [[7, 0, 2, 2, 0, -2, -2, 0]]
 
@@ -194,12 +232,13 @@ def test_a_low_precision_weight_is_its_float32_value() -> None:
     assert torch.equal(quantize(weight, INT4).dequantize(), quantize(weight.float(), INT4).dequantize())
 
 
+@each("format", [INT4, *FP4])
 @each("bad", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_numbers_are_refused(bad: float) -> None:
-    weight = random(4, 16)
+def test_weights_that_are_not_numbers_are_refused(format: WeightFormat, bad: float) -> None:
+    weight = random(4, 64)
     weight[2, 5] = bad
-    with pytest.raises(UserError, match="1 of 64 weights are NaN or infinite"):
-        quantize(weight, INT4)
+    with pytest.raises(UserError, match="1 of 256 weights are NaN or infinite"):
+        quantize(weight, format)
 
 
 def test_groups_that_do_not_divide_are_refused() -> None:
@@ -223,7 +262,7 @@ def test_formats_that_contradict_themselves_are_refused(options: dict[str, objec
         WeightFormat(**options)  # type: ignore[arg-type]
 
 
-@each("num_numbers", [1, 200, 72 * 7])
+@each("num_numbers", [1, 200, 192 * 7])
 @each(
     "format",
     [
@@ -232,10 +271,11 @@ def test_formats_that_contradict_themselves_are_refused(options: dict[str, objec
         WeightFormat(4, per_tensor=True),
         WeightFormat(4, symmetric=False, group_size=24),
         WeightFormat(8, CodeKind.FP8, per_tensor=True),
+        *FP4,
     ],
 )
 def test_blocks_of_rows_change_nothing(format: WeightFormat, num_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random(40, 72).bfloat16()
+    weight = random(40, 192).bfloat16()
     expected = quantize(weight, format)
     monkeypatch.setattr("quantization.weight_format.BLOCK", num_numbers)
     blocks = quantize(weight, format)
