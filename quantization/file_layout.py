@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod, QuantScheme, SparsityConfig
+from conf.quantization import FP4, Activations, QuantConfig, QuantizedFormat, QuantMethod, QuantScheme, SparsityConfig
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_specs
@@ -85,7 +85,7 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
 
 
 def _refuse_unwritable(quant: QuantConfig) -> None:
-    if quant.scheme.is_blocks:
+    if quant.scheme.is_blocks and quant.scheme not in FP4:
         raise UserError(
             f"quant={quant.scheme.name} is llama.cpp's, which no quantize.format holds: "
             "give task=convert convert.format=gguf with its convert.dtype"
@@ -135,6 +135,10 @@ def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
     cannot make static fp8 activation codes on a CPU without AMX.
     """
     weights, activations = scheme.weights, scheme.activations
+    if weights.kind.is_blocks:
+        raise UserError(
+            f"{layer.name} is {scheme}, which vLLM does not support on a CPU: give quantize.format=compressed_tensors"
+        )
     if weights.kind is CodeKind.FP8 and (weights.per_tensor or activations is not Activations.dynamic):
         raise UserError(
             f"{layer.name} is {scheme}, but vLLM on a CPU supports fp8 only per channel and with dynamic activations: "
@@ -159,7 +163,7 @@ def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
 def _compressed(
     layer: LinearSpec, scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]
 ) -> WritableLayout:
-    return compressed_tensors.CompressedWeight(layer.shape, scheme, compressed_tensors.is_packed(scheme), tensor_shapes)
+    return compressed_tensors.writable_layout(layer.shape, scheme, tensor_shapes)
 
 
 def _awq(layer: LinearSpec, scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WritableLayout:

@@ -3,6 +3,8 @@
 O output channels, I input channels.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -58,12 +60,14 @@ def sampled(tensor: Tensor) -> Tensor:
 def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
     scales = weight.scales if len(weight.scales) == 1 else sampled(weight.scales)
     zero_points = None if weight.zero_points is None else sampled(weight.zero_points)
-    return QuantizedWeight(sampled(weight.codes), scales, zero_points, weight.permutation)
+    return replace(weight, codes=sampled(weight.codes), scales=scales, zero_points=zero_points)
 
 
 def rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats) -> float:
     """Return the relative error of weight [O, I] rounded to nearest, on a sample of tokens and outputs."""
     rows, format = sampled(weight), scheme.weights
+    if format.kind.is_blocks:
+        return _error(weight, _sampled_weight(quantize(weight, format)), scheme, group)
     scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
     return _error(
         weight, QuantizedWeight(encode(rows, scales, zero_points, format), scales, zero_points), scheme, group

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from conf.decoding import warn_once
@@ -198,20 +199,20 @@ def _quantize_embedding(model: CausalLM, format: str) -> None:
 
 
 def place_stored_layers(
-    model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
+    model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> dict[str, LinearScheme]:
     """Make the model's layers load the quantised tensors of a checkpoint.
 
     `shapes` are the shapes of its tensors, by name.
 
-    Returns the schemes by layer name, without layers that become floats. Raises UserError for tensors that the layout
-    cannot hold.
+    Returns the schemes by layer name, without layers that become floats: blocks on a GPU, and layers that the model keeps
+    in floats. Raises UserError for tensors that the layout cannot hold.
     """
     tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module, then by the name within it
     for tensor, shape in shapes.items():
         module, _, name = tensor.rpartition(".")
         tensors.setdefault(module, {})[name] = shape
-    schemes = {}
+    schemes, unpacked = dict[str, LinearScheme](), list[str]()
     for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
         layer, tensor_shapes = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, tensor_shapes)
@@ -223,11 +224,18 @@ def place_stored_layers(
             layout = stored.layout(spec, tensor_shapes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        if layer.is_quantizable:
+        if layer.is_quantizable and scheme.weights.kind.is_blocks and device.type != "cpu":
+            layer.untie(DenseMethod(Dequantized(layout, layer.shape)))
+            unpacked.append(name)
+        elif layer.is_quantizable:
             layer.untie(method_of(scheme, layout, layer.shape))
             schemes[name] = scheme
         else:
             layer.method = DenseMethod(Dequantized(layout, layer.shape))
+    if unpacked:
+        warn_once(
+            f"{len(unpacked)} layers in FP4 are unpacked to floats on a GPU, which take more memory ({unpacked[0]})"
+        )
     return schemes
 
 
@@ -266,8 +274,11 @@ def float_weight(layer: Linear) -> Tensor:
 def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight, ties_codes: bool) -> None:
     """Replace the float weight of a layer by a quantised weight. The bias stays.
 
-    `ties_codes`: a tied embedding gets the same weight; else it keeps its floats.
+    `ties_codes`: a tied embedding gets the same weight; else it keeps its floats. Blocks get int8 activations, as they
+    have by default in a run of the files.
     """
+    if scheme.weights.kind.is_blocks:
+        scheme = replace(scheme, activations=Activations.dynamic)
     method = method_of(scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights), layer.shape)
     method.hold(stored, float_weight(layer).device)
     if ties_codes:

@@ -53,9 +53,9 @@ def part_tensors(
         if name.startswith(part.prefix) and not name.startswith(coded)
     }
     for name, scheme in part.schemes.items():
-        bias = linear_layer(model, name).bias
-        outputs, inputs = stored[name].weight.codes.shape
-        spec = LinearSpec(name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
+        layer = linear_layer(model, name)
+        bias = layer.bias
+        spec = LinearSpec(name, layer.whole_shape, is_transposed=False, has_bias=bias is not None)
         layer_tensors = layout_of(spec, scheme, {}).write(stored[name])
         layer_tensors |= {} if bias is None else {"bias": bias.data}
         tensors |= {f"{name}.{tensor_name}": tensor for tensor_name, tensor in layer_tensors.items()}

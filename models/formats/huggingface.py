@@ -26,17 +26,27 @@ from models.tokenizers import Tokenizer, load_tokenizer
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
+MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open the checkpoint in a folder; only the text model if it is multimodal."""
-    config = ConfigReader(dense_config(ConfigReader.from_folder(folder).values), str(folder / CONFIG))
+    values = _with_modelopt(ConfigReader.from_folder(folder).values, folder)
+    config = ConfigReader(dense_config(values), str(folder / CONFIG))
 
     def open_files() -> list[WeightFile]:
         return dense_files(open_weight_files(folder, allow_pickle))
 
     generation_config = read_json(folder / GENERATION_CONFIG)
     return checkpoint_of(folder, config, generation_config, open_files, partial(load_tokenizer, folder))
+
+
+def _with_modelopt(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return config.json with the quantisation that some versions of ModelOpt write only to a file of their own."""
+    section, stored = values.get("quantization_config"), read_json(folder / MODELOPT_CONFIG).get("quantization")
+    if not isinstance(stored, dict) or isinstance(section, dict) and "quant_method" in section:
+        return values
+    return values | {"quantization_config": stored | {"quant_method": "modelopt"}}
 
 
 def checkpoint_of(

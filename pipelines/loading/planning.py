@@ -15,7 +15,7 @@ from pipelines.loading.memory import max_layer_values
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource
 from quantization.kv_scales import ZERO_POINTS
-from quantization.layouts import read_quantization
+from quantization.layouts import ignored_tensors, read_quantization
 
 
 def plan_model(
@@ -41,10 +41,12 @@ def plan_model(
         quant = resolve_mixture(quant, model, config.require("model_type", str))
     if quant.scheme is QuantScheme.auto:
         quant = resolve_plan(quant, model)
-    choose_layer_formats(model, quant, read_quantization(config, files, device), files, config)
+    stored = read_quantization(config, files, device)
+    choose_layer_formats(model, quant, stored, files, config, device)
     static_cache = place_cache_scales(model, quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]
     if packed:
         pack_layers(model, dtype, device)
     ignored = (*source.architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
+    ignored += ignored_tensors(stored)
     return ModelPlan(source, model, files, ignored, dtype, device, options, quant, packed, static_cache, max_values)

@@ -12,22 +12,26 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, SparsityPattern
+from kernels.linear.block_weight import KINDS
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import OutputAxis, StoredWeight
+from quantization.layouts.base import OutputAxis, StoredWeight, WritableLayout
 from quantization.layouts.checks import channel_order, divided, finite, of_type, positive, scalar_shape
+from quantization.layouts.fp4 import SCALE_DTYPES, FP4Weight, warn_of_float_activations
 from quantization.layouts.kv_cache import write_kv_cache_scheme
 from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
-from quantization.weight_format import QuantizedWeight, WeightFormat
+from quantization.weight_format import QuantizedWeight, WeightFormat, of_blocks
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 DENSE = "dense"  # no weight is quantised; in a sparsity_config: zeros are stored
 HEAD = "lm_head"  # vLLM does not count the head as "Linear", so a target must name it
-FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
+FP4_FORMATS = {CodeKind.MXFP4: "mxfp4-pack-quantized", CodeKind.NVFP4: "nvfp4-pack-quantized"}
+FP4_STRATEGIES = {CodeKind.MXFP4: "group", CodeKind.NVFP4: "tensor_group"}
+FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized", *FP4_FORMATS.values())
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class CompressedTensors:
         group = self._group(layer.name)
         return group.scheme if group else None
 
-    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WritableLayout:
         group = self._group(layer.name)
         assert group is not None
-        return CompressedWeight(layer.shape, group.scheme, group.is_packed, tensor_shapes)
+        return weight_layout(layer.shape, group.scheme, group.is_packed, tensor_shapes)
 
     def _group(self, name: str) -> _Group | None:
         """Return the layer's group, or None. A target with the layer's name has priority over a target with its class."""
@@ -94,6 +98,8 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
     if group is None or weights is None:
         raise UserError(f"quantization_config: {name} has no weights")
     group.expect("output_activations", (None, {}), None)
+    if weights.raw("type") == "float" and weights.raw("num_bits") == 4:
+        return _read_fp4_group(group, weights, name, general)
     kind = CodeKind(weights.expect("type", ("int", "float"), "int").replace("float", "fp8"))
     strategies = ("channel", "tensor", "group") if kind is CodeKind.INT else ("channel", "tensor")
     strategy = weights.expect("strategy", strategies, "channel")
@@ -109,6 +115,24 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
         _read_activations(group.section("input_activations"), kind, name),
     )
     return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), scheme, file_format == PACKED)
+
+
+def _read_fp4_group(group: ConfigReader, weights: ConfigReader, name: str, general: str) -> _Group:
+    """Read a group of FP4 weights. Logs a warning for quantised activations, which stay floats."""
+    strategy = weights.expect("strategy", tuple(FP4_STRATEGIES.values()), "group")
+    kind = next(kind for kind, named in FP4_STRATEGIES.items() if named == strategy)
+    weights.expect("group_size", (KINDS[kind.name].group_size,), None)
+    weights.expect("scale_dtype", (None, str(SCALE_DTYPES[kind.name])), None)
+    weights.expect("symmetric", (True,), True)
+    weights.expect("dynamic", (False,), False)
+    _refuse_unknown(weights, f"{name}.weights")
+    if (file_format := group.raw("format") or general) not in (FP4_FORMATS[kind], MIXED):
+        raise UserError(
+            f"quantization_config: {name} has FP4 weights in format={file_format!r}, not {FP4_FORMATS[kind]!r}"
+        )
+    if group.raw("input_activations"):
+        warn_of_float_activations()
+    return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), LinearScheme(of_blocks(kind.name)), True)
 
 
 def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) -> Activations:
@@ -189,17 +213,40 @@ def write_sparsity_config(pattern: SparsityPattern, unpruned: list[str], share: 
     }
 
 
-def is_packed(scheme: LinearScheme) -> bool:
-    return _format(scheme) == PACKED
+def writable_layout(
+    shape: tuple[int, int], scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]
+) -> WritableLayout:
+    """Return the layout of a weight [O, I] in files whose config is `write_config`'s."""
+    return weight_layout(shape, scheme, _format(scheme) == PACKED, tensor_shapes)
+
+
+def weight_layout(
+    shape: tuple[int, int], scheme: LinearScheme, is_packed: bool, tensor_shapes: Mapping[str, tuple[int, ...]]
+) -> WritableLayout:
+    if scheme.weights.kind in FP4_FORMATS:
+        return FP4Weight(scheme.weights.kind.name, shape, tensor_shapes)
+    return CompressedWeight(shape, scheme, is_packed, tensor_shapes)
 
 
 def _format(scheme: LinearScheme) -> str:
+    if scheme.weights.kind in FP4_FORMATS:
+        return FP4_FORMATS[scheme.weights.kind]
     if scheme.weights.kind is CodeKind.FP8:
         return FLOATS
     return PACKED if scheme.activations is Activations.none else INTEGERS
 
 
 def _write_weights(format: WeightFormat, permuted: bool) -> dict[str, Any]:
+    if format.kind in FP4_FORMATS:
+        return {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": FP4_STRATEGIES[format.kind],
+            "group_size": format.group_size,
+            "dynamic": False,
+            "scale_dtype": str(SCALE_DTYPES[format.kind.name]),
+        }
     strategy = "tensor" if format.per_tensor else "channel" if format.group_size is None else "group"
     return {
         "num_bits": format.bits,

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
+from conf.quantization import QuantConfig
 from pipelines.engine import Engine
-from tests.helpers.builders import all_logits, complete, engine_of, write_llama
+from pipelines.loading.load_engine import load_engine
+from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
 from tests.helpers.oracle import random_prompts
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -41,9 +44,10 @@ def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encod
     return packed, floats
 
 
-def assert_same_model(packed: Path, floats: Path) -> None:
-    """Compare logits and greedy tokens, and each row alone with its batch."""
-    engine, expected = engine_of(packed), engine_of(floats)
+def assert_same_model(packed: Path, floats: Path, quant: QuantConfig | None = None) -> None:
+    """Compare logits and greedy tokens, and each row alone with its batch. `quant`: of the packed model's run."""
+    engine = load_engine(replace(run_config(packed), quant=quant or QuantConfig()), 3)
+    expected = engine_of(floats)
     assert engine.executor.weight_bytes < expected.executor.weight_bytes
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:

@@ -130,6 +130,8 @@ SCHEMES = {
     "a8w8 smoothquant": CALIBRATED["a8w8 static smoothquant"],
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
     "fp8 static": CALIBRATED["fp8 static"],
+    "mxfp4": QuantConfig(QuantScheme.mxfp4),
+    "nvfp4": QuantConfig(QuantScheme.nvfp4),
 }
 CACHES: dict[str, dict[str, Any]] = {format.name: {"kv_cache": format} for format in KVCacheFormat} | STATIC_CACHES
 

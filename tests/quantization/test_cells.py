@@ -108,7 +108,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # A weight format and a cache format share no code: `make test-all` tests each of them with at least two partners.
 CHOSEN = in_turn(SCHEMES, CACHES), in_turn(SCHEMES, CACHES, first=2)
-CELLS = tiers(product(SCHEMES, CACHES), quick=CHOSEN[0][6:], long=sum(CHOSEN, []))
+CELLS = tiers(product(SCHEMES, CACHES), quick=CHOSEN[0][8:], long=sum(CHOSEN, []))
 
 
 @pytest.mark.parametrize(("scheme", "kv_cache"), CELLS)

@@ -1,11 +1,16 @@
 """The compressed-tensors layout compared with the package of that name."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor, IntQuantizationCompressor
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4 import base as nvfp4
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
@@ -17,11 +22,12 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts import read_quantization
-from quantization.layouts.base import StoredWeight
+from quantization.layouts.base import StoredWeight, WritableLayout
 from quantization.layouts.compressed_tensors import CompressedWeight, write_config
+from quantization.layouts.fp4 import FP4Weight
 from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat, quantize
+from quantization.weight_format import WeightFormat, of_blocks, quantize
 from tests.helpers.cases import each
 from tests.helpers.gptq import hessian_of, rounded_by_gptq
 
@@ -35,13 +41,17 @@ SCHEMES = {
     "a8w8 static": LinearScheme(WeightFormat(8), Activations.static),
     "fp8": LinearScheme(WeightFormat(8, CodeKind.FP8), Activations.dynamic),
     "fp8 per tensor": LinearScheme(WeightFormat(8, CodeKind.FP8, per_tensor=True), Activations.static),
+    "mxfp4": LinearScheme(of_blocks("MXFP4")),
+    "nvfp4": LinearScheme(of_blocks("NVFP4")),
 }
 COMPRESSORS = {
+    "mxfp4-pack-quantized": MXFP4PackedCompressor,
+    "nvfp4-pack-quantized": NVFP4PackedCompressor,
     "pack-quantized": PackedQuantizationCompressor,
     "int-quantized": IntQuantizationCompressor,
     "float-quantized": FloatQuantizationCompressor,
 }
-SHAPE = (40, 96)
+SHAPE = (40, 128)
 LAYER = LinearSpec("model.layers.0.mlp.up_proj", SHAPE, is_transposed=False, has_bias=False)
 
 
@@ -55,7 +65,13 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def layout(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
+@pytest.fixture(autouse=True)
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package give FP4 weights in float32 instead of bfloat16."""
+    monkeypatch.setattr(nvfp4, "unpack_fp4_from_uint8", partial(unpack_fp4_from_uint8, dtype=torch.float32))
+
+
+def layout(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]] | None = None) -> WritableLayout:
     config = read_quantization(
         ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json"),
         [],
@@ -63,7 +79,7 @@ def layout(scheme: LinearScheme, shapes: dict[str, tuple[int, ...]] | None = Non
     assert config is not None
     assert config.scheme(LAYER, {}) == scheme
     made = config.layout(LAYER, shapes or {})
-    assert isinstance(made, CompressedWeight)
+    assert isinstance(made, CompressedWeight | FP4Weight)
     return made
 
 
@@ -90,13 +106,14 @@ def test_the_package_reads_what_is_written(name: str) -> None:
     assert parsed.ignore == ["lm_head"]
 
 
-@each("name", SCHEMES)
+@each("name", [name for name in SCHEMES if name != "mxfp4"])  # its scales are powers of two
 def test_scales_of_weights_may_have_any_sign_or_be_0(name: str) -> None:
     scheme = SCHEMES[name]
     tensors = layout(scheme).write(stored(scheme))
-    scales = tensors["weight_scale"] = tensors["weight_scale"].clone()
+    scales = tensors["weight_scale"].float()
     scales[::3] *= -1
     scales.view(-1)[-1] = 0
+    tensors["weight_scale"] = scales.to(tensors["weight_scale"].dtype)
     config = QuantizationConfig.model_validate(write_config({LAYER.name: scheme}, [], permuted=False))
     plain = COMPRESSORS[str(config.format)].decompress(dict(tensors), config.config_groups["group_0"])["weight"]
     assert layout(scheme, shapes(tensors)).read(tensors).weight.dequantize().equal(plain)
@@ -130,10 +147,10 @@ def test_act_order_survives_a_round_trip() -> None:
 @each(
     ("change", "message"),
     [
-        ({"weight_scale": torch.full((40, 6), torch.inf)}, "weight_scale has values that are not finite"),
-        ({"weight_scale": torch.full((40, 6), torch.nan)}, "weight_scale has values that are not finite"),
-        ({"weight_packed": torch.zeros(40, 12)}, "weight_packed is torch.float32, expected torch.int32"),
-        ({"weight_shape": torch.tensor([40, 95])}, r"weight_shape is \[40, 95\], expected \[40, 96\]"),
+        ({"weight_scale": torch.full((40, 8), torch.inf)}, "weight_scale has values that are not finite"),
+        ({"weight_scale": torch.full((40, 8), torch.nan)}, "weight_scale has values that are not finite"),
+        ({"weight_packed": torch.zeros(40, 16)}, "weight_packed is torch.float32, expected torch.int32"),
+        ({"weight_shape": torch.tensor([40, 127])}, r"weight_shape is \[40, 127\], expected \[40, 128\]"),
     ],
 )
 def test_impossible_values(change: dict[str, Tensor], message: str) -> None:
@@ -156,8 +173,8 @@ def test_one_scale_cannot_be_several(name: str) -> None:
 
 def test_an_impossible_group_index() -> None:
     scheme = SCHEMES["int4"]
-    tensors = layout(scheme).write(stored(scheme)) | {"weight_g_idx": torch.zeros(96, dtype=torch.int32)}
-    with pytest.raises(UserError, match="weight_g_idx does not put the 96 input channels into groups of 16"):
+    tensors = layout(scheme).write(stored(scheme)) | {"weight_g_idx": torch.zeros(128, dtype=torch.int32)}
+    with pytest.raises(UserError, match="weight_g_idx does not put the 128 input channels into groups of 16"):
         layout(scheme, shapes(tensors)).read(tensors)
 
 
