@@ -30,7 +30,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Quantise the model. Raises UserError if it cannot be quantised; finished layers are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
-    allowed = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
+    allowed = "int8, int4, a8w8, fp8, mxfp4 or nvfp4 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
     changes_weights = run.quant.scheme is not QuantScheme.none or run.quant.sparsity.prunes
     check(is_static or changes_weights, "quant", "none", allowed)
     later = "with task=quantize and give it when the model is used"

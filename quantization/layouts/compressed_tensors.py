@@ -171,7 +171,7 @@ def write_config(
 
     `float_layers` are the linear layers that stay floats. kv_cache: the format of a KV cache with static scales. permuted:
     whether the groups are not consecutive channels. The config records it, because a reader that ignores it computes
-    wrong results.
+    wrong results. Raises UserError for block types of llama.cpp.
     """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -231,6 +231,10 @@ def weight_layout(
 def _format(scheme: LinearScheme) -> str:
     if scheme.weights.kind in FP4_FORMATS:
         return FP4_FORMATS[scheme.weights.kind]
+    if scheme.weights.kind.is_blocks:
+        raise UserError(
+            f"{scheme} is a type of llama.cpp, which no quantize.format holds: give int8, int4, mxfp4 or nvfp4 in quant.overrides"
+        )
     if scheme.weights.kind is CodeKind.FP8:
         return FLOATS
     return PACKED if scheme.activations is Activations.none else INTEGERS

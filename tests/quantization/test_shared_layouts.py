@@ -15,15 +15,15 @@ from conf.quantization import Activations
 from models.sharding import count
 from quantization.codes import CodeKind
 from quantization.layouts.awq import AwqWeight
-from quantization.layouts.base import StoredWeight, WeightLayout
-from quantization.layouts.compressed_tensors import CompressedWeight, is_packed
+from quantization.layouts.base import StoredWeight, WeightLayout, WritableLayout
+from quantization.layouts.compressed_tensors import CompressedWeight, writable_layout
 from quantization.layouts.floats import FloatLayout
 from quantization.layouts.fp8 import Fp8Weight
 from quantization.layouts.gguf import GGUFWeight
 from quantization.layouts.gptq import GptqWeight
 from quantization.layouts.sharded import ShardedLayout
 from quantization.scheme import LinearScheme
-from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from quantization.weight_format import QuantizedWeight, WeightFormat, of_blocks, quantize
 from tests.helpers.cases import each
 
 SHAPE = 80, 64
@@ -32,6 +32,7 @@ INT4, INT4_ZEROS = (
     WeightFormat(4, group_size=16, scale_dtype=HALF),
     WeightFormat(4, symmetric=False, group_size=16, scale_dtype=HALF),
 )
+MXFP4, NVFP4 = of_blocks("MXFP4"), of_blocks("NVFP4")
 INT8, FP8 = WeightFormat(8, scale_dtype=HALF), WeightFormat(8, CodeKind.FP8)
 
 
@@ -40,7 +41,7 @@ def weight() -> Tensor:
 
 
 def written(
-    layout: CompressedWeight | GptqWeight | AwqWeight, format: WeightFormat, is_permuted: bool = False
+    layout: WritableLayout, format: WeightFormat, is_permuted: bool = False
 ) -> tuple[WeightLayout, dict[str, Tensor]]:
     stored = quantize(weight(), format)
     if is_permuted:
@@ -57,7 +58,7 @@ def compressed(
     format: WeightFormat, activations: Activations = Activations.none, is_permuted: bool = False
 ) -> tuple[WeightLayout, dict[str, Tensor]]:
     scheme, shapes = LinearScheme(format, activations), {"weight_g_idx": SHAPE[1:]} if is_permuted else {}
-    return written(CompressedWeight(SHAPE, scheme, is_packed(scheme), shapes), format, is_permuted)
+    return written(writable_layout(SHAPE, scheme, shapes), format, is_permuted)
 
 
 def blocks() -> tuple[WeightLayout, dict[str, Tensor]]:
@@ -87,6 +88,10 @@ LAYOUTS: dict[str, Callable[[], tuple[WeightLayout, dict[str, Tensor]]]] = {
     "floats": lambda: (FloatLayout(SHAPE, False, INT4), {"weight": weight()}),
     "floats, Conv1D": lambda: (FloatLayout(SHAPE, True, INT8), {"weight": weight().T.contiguous()}),
     "floats, one scale": lambda: (FloatLayout(SHAPE, False, replace(FP8, per_tensor=True)), {"weight": weight()}),
+    "floats, mxfp4": lambda: (FloatLayout(SHAPE, False, MXFP4), {"weight": weight()}),
+    "floats, nvfp4": lambda: (FloatLayout(SHAPE, False, NVFP4), {"weight": weight()}),
+    "compressed mxfp4": lambda: compressed(MXFP4),
+    "compressed nvfp4": lambda: compressed(NVFP4),
     "compressed int4": lambda: compressed(INT4),
     "compressed int4, zero points": lambda: compressed(INT4_ZEROS),
     "compressed int4, act-order": lambda: compressed(INT4, is_permuted=True),
@@ -110,16 +115,16 @@ LAYOUTS: dict[str, Callable[[], tuple[WeightLayout, dict[str, Tensor]]]] = {
 def rows(weight: QuantizedWeight, outputs: list[int]) -> QuantizedWeight:
     scales = weight.scales[outputs] if len(weight.scales) > 1 else weight.scales
     zero_points = None if weight.zero_points is None else weight.zero_points[outputs]
-    return QuantizedWeight(weight.codes[outputs], scales, zero_points, weight.permutation)
+    return replace(weight, codes=weight.codes[outputs], scales=scales, zero_points=zero_points)
 
 
 def assert_same(actual: StoredWeight, expected: StoredWeight, outputs: list[int]) -> None:
     actual_weight, part = actual.weight, rows(expected.weight, outputs)
     for name, tensor in vars(part).items():
-        if tensor is None:
-            assert getattr(actual_weight, name) is None, name
-        else:
+        if isinstance(tensor, Tensor):
             assert getattr(actual_weight, name).float().equal(tensor.float()), name
+        else:
+            assert getattr(actual_weight, name) == tensor, name
     assert actual.input_scale == expected.input_scale
 
 
@@ -166,7 +171,9 @@ def test_no_more_is_read_than_the_words_and_blocks_that_hold_the_outputs() -> No
         "weight": exact,
         "weight_scale_inv": block,
     }
-    assert shards["floats, one scale"] == {}  # its scale is computed from the largest number of all
+    assert (
+        shards["floats, one scale"] == shards["floats, nvfp4"] == {}
+    )  # its scale is computed from the largest number of all
     assert "weight_shape" not in shards["compressed int4"]
     assert shards["floats, Conv1D"]["weight"].axis == 1
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat, SparsityConfig, SparsityMethod
+from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat, QuantScheme, SparsityConfig, SparsityMethod
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.quantize import run_quantize
 from quantization.layouts.packing import unpack
@@ -54,6 +54,8 @@ def data(tmp_path: Path) -> Path:
         (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS)),
         (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, symmetric=False)),
         (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False))),
+        (QuantizedFormat.compressed_tensors, QuantConfig(QuantScheme.mxfp4)),
+        (QuantizedFormat.compressed_tensors, QuantConfig(QuantScheme.nvfp4, overrides={"lm_head": "none"})),
     ],
 )
 def test_it_reloads_to_the_same_bits(format: QuantizedFormat, quant: QuantConfig, data: Path, tmp_path: Path) -> None:
@@ -125,6 +127,13 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
             QuantConfig(INT8),
             "AWQ holds int4 weights, not int8 per channel: give quantize.format=compressed_tensors",
         ),
+        (
+            QuantizedFormat.compressed_tensors,
+            QuantConfig(INT8, overrides={"*.v_proj": "q4_1"}),
+            "Q4_1 is a type of llama.cpp, which no quantize.format holds: give int8, int4, mxfp4 or nvfp4",
+        ),
+        (QuantizedFormat.vllm_cpu, QuantConfig(QuantScheme.mxfp4), "MXFP4, which vLLM does not support on a CPU"),
+        (QuantizedFormat.gptq, QuantConfig(QuantScheme.nvfp4), "GPTQ holds int4 and int8 weights, not "),
         (QuantizedFormat.awq, QuantConfig(INT4), r"AWQ has no quantised head: give quant.skip=\[lm_head\]"),
         (
             QuantizedFormat.vllm_cpu,

@@ -63,7 +63,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
     ("change", "message"),
     [
         (with_(quant=QuantConfig()),
-         "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity"),
+         "quant=none is not allowed: give int8, int4, a8w8, fp8, mxfp4 or nvfp4 with task=quantize, quant.kv_cache_scales=static"),
         (with_(quant=replace(STATIC, kv_cache=KVCacheFormat.int8)),
          "quant.kv_cache=int8 is not allowed: give none with task=quantize .*, or quant.kv_cache_scales=static"),
         (with_(quant=QuantConfig(INT4, activations=Activations.auto)),
