@@ -1,12 +1,14 @@
 """The changes that llama.cpp's converter makes to parameters: the inverse of reader.py's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.families.falcon_h1_config import FalconH1Config
+from models.families.kimi_linear import KimiLinearConfig
 from models.families.qwen3_next_config import HybridConfig
 from models.formats.gguf.names import TensorLayout
 from models.formats.gguf.orders import ROTARY_PAIRS, value_column_orders, value_row_orders
@@ -37,6 +39,10 @@ def converter_change(name: str, architecture: str, layout: TensorLayout, shape: 
             return _delta_change(module, leaf, shape.heads)
         if leaf == "A_log":
             return lambda tensor: -tensor.float().exp()
+    elif isinstance(shape, KimiLinearConfig):
+        return _kimi_change(module, leaf, shape, layout, part)
+    elif isinstance(shape, FalconH1Config) and (factors := _falcon_factors(module, shape)):
+        return partial(_scaled, factors=factors)
     elif len(layout.llama_cpp_names(name)) > 1:
         return lambda tensor: tensor.chunk(2)[part]
     if leaf == "weight" and module in layout.depthwise:
@@ -57,6 +63,49 @@ def _delta_change(module: str, leaf: str, heads: DeltaHeads) -> Change | None:
     if leaf == "A_log":
         return lambda tensor: -rows.restore(tensor).float().exp()
     return lambda tensor: rows.restore(tensor.squeeze(1) if module == "conv1d" else tensor)
+
+
+def _kimi_change(module: str, leaf: str, shape: KimiLinearConfig, layout: TensorLayout, part: int) -> Change | None:
+    """Return llama.cpp's change of a parameter of Kimi Linear, or None."""
+    if module == "kv_b_proj":
+        sizes = shape.qk_nope_head_dim, shape.v_head_dim
+        return partial(split_keys_and_values, heads=shape.num_attention_heads, sizes=sizes, part=part)
+    if leaf == "A_log":
+        return lambda tensor: -tensor.float().exp()
+    return (lambda tensor: tensor.transpose(0, 1)[None]) if module in layout.depthwise else None
+
+
+def split_keys_and_values(tensor: Tensor, heads: int, sizes: tuple[int, int], part: int) -> Tensor:
+    """Return [H, L, N] for keys (part 0) or [H, D, L] for values (part 1) of kv_b_proj [H * (N + D), L]."""
+    half = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)[part]
+    return half if part else half.transpose(1, 2).contiguous()
+
+
+def _falcon_factors(module: str, shape: FalconH1Config) -> tuple[float | Tensor, ...]:
+    """Return the factors that the file's weight contains, in the order of the products; empty for other parameters."""
+    c, heads = shape.multipliers, shape.mamba.heads
+    if module == "in_proj":
+        sizes = torch.tensor((heads.size, heads.size, heads.group_size, heads.group_size, heads.num_heads))
+        return c.mamba_input, torch.tensor(c.mamba_sections).repeat_interleave(sizes)[:, None]
+    return {
+        "embed_tokens": (c.embedding,),
+        "lm_head": (c.logits,),
+        "q_proj": (c.attention_input,),
+        "k_proj": (c.key, c.attention_input),
+        "v_proj": (c.attention_input,),
+        "o_proj": (c.attention_output,),
+        "out_proj": (c.mamba_output,),
+        "gate_proj": (c.mlp_gate,),
+        "down_proj": (c.mlp_output,),
+    }.get(module, ())
+
+
+def _scaled(tensor: Tensor, factors: Sequence[float | Tensor]) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    for factor in factors:
+        tensor = tensor.float() * factor
+    return tensor
 
 
 def _state_matrix(tensor: Tensor, leaf: str, mamba: Mamba2Config) -> Tensor:

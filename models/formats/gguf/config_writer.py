@@ -32,8 +32,10 @@ from models.formats.gguf.decoder_keys import (
     unsupported,
 )
 from models.formats.gguf.recurrent_keys import (
+    add_falcon_h1,
     add_granite,
     add_granite_hybrid,
+    add_kimi_linear,
     add_lfm2,
     add_lfm2_moe,
     add_mamba2,
@@ -163,6 +165,8 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "qwen3_5_moe_text": ("qwen35moe", add_qwen35_moe),
     "granite": ("granite", add_granite),
     "granitemoehybrid": ("granitehybrid", add_granite_hybrid),
+    "falcon_h1": ("falcon-h1", add_falcon_h1),
+    "kimi_linear": ("kimi-linear", add_kimi_linear),
     "mamba2": ("mamba2", add_mamba2),
     "nemotron_h": ("nemotron_h", add_nemotron_h),
     "gemma2": ("gemma2", add_gemma2),

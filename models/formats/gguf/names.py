@@ -307,6 +307,8 @@ KIMI_LINEAR = TensorLayout(
     experts="block_sparse_moe.experts",
     depthwise=("q_conv1d", "k_conv1d", "v_conv1d"),
 )
+KIMI_LINEAR_OUTPUT = replace(KIMI_LINEAR, stacked={("attn_k_b", "attn_v_b"): "self_attn.kv_b_proj"})
+"""For writing. halves.py reads both tensors."""
 SSM = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
@@ -412,5 +414,6 @@ LAYOUTS = {
 
 def layout_of(model_type: str, config: Any) -> TensorLayout:
     """Return the layout of the file that is written for a model with this config."""
-    is_mixture = model_type == "granitemoehybrid" and config.num_experts > 0
-    return GRANITE_MIXTURE if is_mixture else LAYOUTS[model_type]
+    if model_type == "granitemoehybrid" and config.num_experts > 0:
+        return GRANITE_MIXTURE
+    return KIMI_LINEAR_OUTPUT if model_type == "kimi_linear" else LAYOUTS[model_type]

@@ -52,7 +52,7 @@ class OutputTensor:
     def _bytes(self, tensor: Tensor, importance: NDArray[np.float32] | None) -> NDArray[np.uint8]:
         try:
             if self.type not in STORED:
-                return quantize_rows(tensor.float().numpy(), self.type, importance).reshape(-1)
+                return quantize_rows(tensor.float().flatten(0, -2).numpy(), self.type, importance).reshape(-1)
             dtype = STORED[self.type]
             if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
                 raise OverflowError(f"{tensor.abs().amax():.6g}, which float16 cannot")

@@ -7,8 +7,10 @@ from typing import Any
 from gguf import GGUFWriter
 from gguf.constants import ExpertGatingFuncType
 
+from models.families.falcon_h1_config import FalconH1Config
 from models.families.granite import GraniteConfig, Multipliers
 from models.families.granite_hybrid import GraniteHybridConfig
+from models.families.kimi_linear import KimiLinearConfig
 from models.families.lfm2 import Lfm2Config
 from models.families.lfm2_moe import Lfm2MoeConfig
 from models.families.mamba2 import MOST_TOKENS, Mamba2LMConfig
@@ -179,6 +181,57 @@ def _add_nemotron_experts(writer: GGUFWriter, c: Mixtures) -> None:
     writer.add_expert_group_used_count(c.routing.topk_group)
     if c.latent_size is not None:
         writer.add_moe_latent_size(c.latent_size)
+
+
+def add_falcon_h1(writer: GGUFWriter, c: FalconH1Config) -> None:
+    """Write the keys of Falcon-H1. The weights contain its factors."""
+    if c.attention_bias or c.mlp_bias or c.mamba.has_output_bias:
+        raise unsupported("a Falcon-H1 with biases of attention_bias, mlp_bias or projectors_bias")
+    if c.has_norm and c.norm_before_gate:
+        raise unsupported("a Falcon-H1 with mamba_rms_norm=true and mamba_norm_before_gate=true")
+    if c.tie_word_embeddings and c.multipliers.embedding != c.multipliers.logits:
+        raise unsupported("a Falcon-H1 with a tied head and embedding_multiplier other than lm_head_multiplier")
+    add_decoder(writer, c)
+    _add_mamba2_layers(writer, c.mamba)
+
+
+def add_kimi_linear(writer: GGUFWriter, c: KimiLinearConfig) -> None:
+    """Write the keys of Kimi Linear. Attention reads one latent head, so key and value lengths are its channels."""
+    _check_kinds(c.recurrent_layers)
+    routing, num_dense = c.routing, c.is_sparse.index(True) if any(c.is_sparse) else c.num_hidden_layers
+    if c.num_delta_heads != c.num_attention_heads or c.attention_bias or not all(c.is_sparse[num_dense:]):
+        features = (
+            "with linear heads other than num_attention_heads, attention_bias=true or dense layers after mixtures"
+        )
+        raise unsupported(f"a Kimi Linear {features},")
+    if routing.n_group > 1 or not routing.norm_topk_prob:
+        raise unsupported("a Kimi Linear with groups of experts or moe_renormalize=false")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.max_tokens)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv([0 if is_recurrent else 1 for is_recurrent in c.recurrent_layers])
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_ssm_conv_kernel(c.num_taps)
+    writer.add_kda_head_dim(c.delta_channels)
+    if c.q_lora_rank is not None:
+        writer.add_q_lora_rank(c.q_lora_rank)
+    writer.add_kv_lora_rank(c.kv_lora_rank)
+    writer.add_rope_dimension_count(c.qk_rope_head_dim)
+    writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+    writer.add_value_length(c.hidden_size // c.num_attention_heads)  # without effect
+    writer.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    writer.add_value_length_mla(c.v_head_dim)
+    writer.add_leading_dense_block_count(num_dense)
+    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    writer.add_expert_count(routing.num_experts)
+    writer.add_expert_used_count(routing.num_experts_per_tok)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_used_count(routing.topk_group)
+    writer.add_expert_weights_scale(routing.scaling_factor)
 
 
 def recurrent_architecture(config: Any) -> str | None:

@@ -52,13 +52,13 @@ WRITTEN = {
     "mamba 2": ("mamba2", 0),
     "nemotron": ("nemotron_h", 0),
     "nemotron latent": ("nemotron_h", 2),
+    "kimi linear": ("kimi_linear", 0),
+    "falcon h1": ("falcon_h1", 0),
+    "falcon h1 norm": ("falcon_h1", 1),
 }
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
 READ_ONLY = {
-    "kimi linear": ("kimi_linear", 0),
     "nemotron mixture": ("nemotron_h", 1),
-    "falcon h1": ("falcon_h1", 0),
-    "falcon h1 norm": ("falcon_h1", 1),
 }
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
@@ -147,7 +147,7 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     if family == "kimi_linear":
         full = [number for number, kind in enumerate(settings["layer_types"], 1) if kind == FULL]
         sizes = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
-        published = {"first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"}
+        published = {"head_dim": 16, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"}
         return published | {"linear_attn_config": {**sizes, "full_attn_layers": full}}
     return {}
 

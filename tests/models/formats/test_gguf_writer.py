@@ -147,7 +147,10 @@ def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
             assert ours.fields[key].contents() == pytest.approx(field.contents()), key
 
 
+KIMI_LAYERS = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
 RECURRENT: dict[str, list[dict[str, Any]]] = {
+    "falcon_h1": [],  # its factors are rounded into the weights: test_gguf_converter.py compares logits
+    "kimi_linear": [KIMI_LAYERS, {**KIMI_LAYERS, "q_lora_rank": 20}],
     "granite": [{"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True}],
     "granitemoehybrid": [*HYBRID["granitemoehybrid"].variants[:4], {**MIXED_LAYERS, "attention_bias": True}],
     "mamba2": [{}, {"n_groups": 1, "tie_word_embeddings": True}],
@@ -157,6 +160,18 @@ RECURRENT: dict[str, list[dict[str, Any]]] = {
 }
 """Settings with which llama.cpp 0.3.36 computes the same logits."""
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "falcon_h1": [
+        ({"attention_bias": True}, "with biases of attention_bias"),
+        ({"projectors_bias": True}, "with biases of attention_bias"),
+        ({"mamba_rms_norm": True}, "mamba_norm_before_gate=true"),
+        ({"tie_word_embeddings": True}, "a tied head and embedding_multiplier other than lm_head_multiplier"),
+    ],
+    "kimi_linear": [
+        ({"layer_types": [LINEAR] * 4}, "without layers that have attention"),
+        ({**KIMI_LAYERS, "linear_num_heads": 3}, "with linear heads other than num_attention_heads"),
+        ({**KIMI_LAYERS, "mlp_layer_types": ["sparse", "dense"] * 2}, "dense layers after mixtures"),
+        ({**KIMI_LAYERS, "moe_renormalize": False}, "moe_renormalize=false"),
+    ],
     "granitemoehybrid": [
         ({**MIXED_LAYERS, "time_step_limit": [0.5, 0.8]}, "with time_step_limit"),
         ({**MIXED_LAYERS, "mamba_proj_bias": True}, "with a bias of in_proj"),
