@@ -58,9 +58,12 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
         def say(url: str) -> None:
             print(f"ready: {url}", flush=True)
+            if server.state_slot:
+                print(server.state_slot, flush=True)
 
         try:
-            number = asyncio.run(_Server(run, chat, keys, request_log, jobs).run(listener, say, SIGNALS))
+            server = _Server(run, chat, keys, request_log, jobs)
+            number = asyncio.run(server.run(listener, say, SIGNALS))
         finally:
             request_log.close()
             chat.close()
@@ -146,6 +149,11 @@ class _Server:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # otherwise any client could write to the log
         self._signals = asyncio.Queue[int]()
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def state_slot(self) -> str:
+        """What a state slot costs; empty before the model is loaded, and if no layer is recurrent."""
+        return self._engine.info.state_slot if self._engine.info else ""
 
     def end(self) -> None:
         """Shut down as after a signal. Callable from any thread. Does nothing before and after `run`."""

@@ -83,6 +83,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Maximum tokens of this prompt, including the final token: a longer prompt is truncated; None: it is rejected."""
     prefixes: dict[str, int] = {}
     """Number of virtual tokens of each soft prefix, by name."""
+    state_slot: str = ""
+    """What a state slot costs, for a user; empty if no layer is recurrent."""
 
     def after(self, prefix: str | None) -> "Ready":
         """Return a copy with the limits for prompts after a soft prefix. The prefix takes some of the context."""

@@ -11,6 +11,7 @@ from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
 from models.heads import HeadKind
 from pipelines.engine import Engine
+from pipelines.engine.kv_cache import slot_cost
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
 from pipelines.loading.embedder import Embedder
@@ -103,4 +104,5 @@ def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, emb
         final_token_id=settings.get("eos"),
         max_text_tokens=settings.get("max_tokens"),
         prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
+        state_slot=slot_cost(engine.executor.cache),
     )

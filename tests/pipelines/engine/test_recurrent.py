@@ -2,6 +2,7 @@
 models refuse."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
+from pipelines.replicas.engine_process.loading import described
 from tests.helpers import divided_engines, kept_prefixes
 from tests.helpers.builders import all_logits, complete, run_config, write_llama
 from tests.helpers.calibrated_ranks import quantized_by
@@ -117,6 +119,8 @@ def test_prompts_are_computed_whole_and_nothing_leaks(folder: Path) -> None:
     """Scores take no slot; cancelled, failed and finished requests give theirs back."""
     engine = engine_of(folder, batch_size=2)
     manager = engine.scheduler.state_manager
+    slot = described(engine, engine.requests.resolve(DecodeConfig()), None).state_slot
+    assert re.fullmatch(r"1 slot of recurrent states = \d+\.\d\d MB( = [\d,]+ tokens of KV)?; \d+ slots", slot)
     hidden = engine.hidden_states(PROMPTS[:2], [3, 1])
     expected = torch.cat((all_logits(engine, PROMPTS[0]), all_logits(engine, PROMPTS[1])))
     torch.testing.assert_close(engine.executor.model.logits(hidden), expected)
