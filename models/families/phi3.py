@@ -43,14 +43,9 @@ class LongRopeConfig:
 
     @property
     def threshold(self) -> int | None:
-        """The length of a text from which on its angles differ. None: they never do."""
+        """The longest text in tokens with the short divisors. None: all texts have the same angles."""
         is_uniform = (self.short_factor, self.short_scale) == (self.long_factor, self.long_scale)
         return None if is_uniform else self.original_length
-
-    @property
-    def threshold(self) -> int | None:
-        """The longest text in tokens with the short divisors. None: all texts have the same divisors."""
-        return self.original_length if self.short_factor != self.long_factor else None
 
 
 @dataclass(frozen=True)
