@@ -11,6 +11,7 @@ import torch
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
 from models.formats.gguf.recurrent_config import (
     KEY_HEADS,
@@ -34,7 +35,7 @@ END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
 YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
-BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states exceed float16's range
+BEYOND_FLOAT16 = ("gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
 # Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 
@@ -363,6 +364,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 ARRAYS = {
     **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
+    "gemma4": GEMMA4_ARRAYS,
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
 }
 """The keys that may have arrays, by architecture. The sections of the rotary embedding have no effect on text."""
@@ -374,6 +376,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4,
     "phi3": _phi3,
     "glm4": _glm4,
     "chatglm": _chatglm,

@@ -12,7 +12,7 @@ ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 OUTSIDE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
-BARE_NAME = re.compile(r"blk\.(\d+)\.(\w+)")
+BARE_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
 
@@ -27,6 +27,8 @@ class TensorLayout:
     """Names within a layer. If the parameter's last component differs too, the entry has both last components."""
     layers: str = "model.layers"
     in_expert: Mapping[str, str] = field(default_factory=dict)
+    joined_in_expert: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules of an expert whose rows one tensor of the file has, in this order."""
     experts: str = "mlp.experts"
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
@@ -62,11 +64,12 @@ class TensorLayout:
         return name
 
     def expert_names(self, name: str, count: int) -> list[str] | None:
-        """Return the names of the experts that a tensor [count, ...] holds; None for other tensors."""
+        """Return the names of the modules of experts that a tensor [count, ...] holds; None for other tensors."""
         match = EXPERTS_NAME.fullmatch(name)
-        if match is None or match[2] not in self.in_expert:
+        if match is None or match[2] not in self.in_expert | self.joined_in_expert:
             return None
-        return [self._expert_name(match[1], i, self.in_expert[match[2]]) for i in range(count)]
+        modules = self.joined_in_expert.get(match[2]) or (self.in_expert[match[2]],)
+        return [self._expert_name(match[1], i, module) for i in range(count) for module in modules]
 
     def llama_cpp_names(self, name: str) -> list[str]:
         """Return llama.cpp's names of the tensors that hold a parameter: several for a `stacked` module.
@@ -130,6 +133,30 @@ GEMMA = TensorLayout(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     norm_offset=1.0,
+)
+GEMMA4 = TensorLayout(
+    {
+        **OUTSIDE_LAYERS,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    {
+        **GEMMA.in_layer,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale.weight": "layer_scalar",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+    in_expert=GATED_MLP,
+    joined_in_expert={"ffn_gate_up": ("gate_proj", "up_proj")},
+    experts="experts",
 )
 PHI3 = TensorLayout(
     OUTSIDE_LAYERS,
@@ -397,6 +424,7 @@ LAYOUTS = {
     "nemotron_h": NEMOTRON_H,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gemma4_text": GEMMA4,
     "phi3": PHI3,
     "glm": GLM,
     "glm4": GLM4,

@@ -336,7 +336,9 @@ def test_other_architectures(keys: dict[str, str], origin: str, tmp_path: Path) 
         writer.add_string(key, value)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
     finish(writer)
-    supported = "only 'bloom', 'chatglm', 'deepseek2', 'falcon-h1', 'gemma2', 'gemma3', 'glm4', 'gpt2', 'granite', "
+    supported = (
+        "only 'bloom', 'chatglm', 'deepseek2', 'falcon-h1', 'gemma2', 'gemma3', 'gemma4', 'glm4', 'gpt2', 'granite', "
+    )
     supported += (
         "'granitehybrid', 'kimi-linear', 'lfm2', 'lfm2moe', 'llama', 'mamba2', 'nemotron_h', 'nemotron_h_moe', "
     )
