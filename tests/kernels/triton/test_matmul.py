@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from kernels.linear import gpu_weight, triton
-from kernels.linear.block_weight import read_blocks
 from kernels.quantize_rows import QuantizedActivations
 from kernels.quantize_rows.triton import quantize_rows
-from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_products import check_weight, on_device, random_codes, values
 
@@ -72,18 +70,6 @@ def test_float8(rows: int, format: tuple[str, int | None, int | None]) -> None:
     x = noise(rows, inputs, dtype=torch.bfloat16)
     unrounded = triton.matmul(x.to(DEVICE), weight)
     assert_near(unrounded, x.double() @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T)
-
-
-def test_mxfp4() -> None:
-    blocks = torch.from_numpy(random_blocks("MXFP4", 70, 320, seed=0))
-    blocks[:2, 0] = torch.tensor([0, 126], dtype=torch.uint8)  # a denormal scale, and a large one
-    weight, expected = on_device(gpu_weight.pack_mxfp4(blocks)), read_blocks("MXFP4", blocks).dequantize()
-    numbers = torch.tensor([69, 0, 1, 0])
-    assert gpu_weight.take_rows(weight, numbers.to(DEVICE), torch.float32).cpu().equal(expected[numbers])
-    for rows in ROWS:
-        for dtype in (torch.float32, torch.bfloat16):
-            x = noise(rows, 320, dtype=dtype)
-            assert_near(triton.matmul(x.to(DEVICE), weight), x.double() @ expected.double().T)
 
 
 def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:

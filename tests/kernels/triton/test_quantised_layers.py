@@ -1,5 +1,6 @@
 """Layers of every scheme in the GPU's form, compared with the same layers in the CPU's form."""
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,9 @@ import models.layers.linear
 import models.layers.norm
 import quantization.linear
 from conf.quantization import Activations
-from kernels.linear import Float8Weight, GPUWeight
-from kernels.linear.gpu_weight import pack_mxfp4
+from kernels.linear import Float8Weight, GPUWeight, matmul
+from kernels.linear.block_weight import read_blocks
+from kernels.linear.gpu_weight import pack_mxfp4, take_rows
 from kernels.swiglu import swiglu
 from models.layers.linear import MergedLinear
 from models.layers.norm import AddRMSNorm
@@ -24,6 +26,7 @@ from quantization.weight_format import QuantizedWeight, of_blocks, quantize
 from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_layers import FP8, SCHEMES, WEIGHTS, is_scheme, make_layer
+from tests.helpers.triton_products import on_device
 
 
 @tiers("weights, activations, dtype", *SCHEMES, [torch.float32, torch.bfloat16], is_case=is_scheme)
@@ -47,8 +50,16 @@ def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torc
     assert held == num_bytes(stored, scheme) == layer.method.num_bytes(dtype)
 
 
-def test_a_layer_of_mxfp4_is_the_cpus_with_float_activations() -> None:
+def test_mxfp4() -> None:
+    """Its activations stay floats."""
     kind, blocks = of_blocks("MXFP4"), torch.from_numpy(random_blocks("MXFP4", 70, 256, seed=0))
+    blocks[:2, 0] = torch.tensor([0, 126], dtype=torch.uint8)  # a denormal scale, and a large one
+    weight, values = on_device(pack_mxfp4(blocks)), read_blocks("MXFP4", blocks).dequantize()
+    numbers = torch.tensor([69, 0, 1, 0])
+    assert take_rows(weight, numbers.to(DEVICE), torch.float32).cpu().equal(values[numbers])
+    for rows, dtype in product((1, 5, 17, 70), (torch.float32, torch.bfloat16)):  # one per way to launch
+        x = noise(rows, 256, dtype=dtype)
+        assert_near(matmul(x.to(DEVICE), weight), x.double() @ values.double().T)
     x, bias, stored = noise(7, 256), noise(70), StoredWeight(QuantizedWeight(blocks, torch.empty(70, 0)))
     expected = make_layer(stored, LinearScheme(kind), bias, torch.float32, "cpu")(x, None)
     with patch.object(quantization.linear, "pack_blocks", lambda kind, blocks, scale: pack_mxfp4(blocks)):
