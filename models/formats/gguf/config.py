@@ -156,6 +156,12 @@ def _qwen3(file: GGUFMetadata) -> dict[str, Any]:
     return rotary_decoder(file) | {"model_type": "qwen3", "attention_bias": has_bias(file, "attn_q")}
 
 
+def _apertus(file: GGUFMetadata) -> dict[str, Any]:
+    shape = rotary_decoder(file)
+    scaling = shape["rope_scaling"] or {"rope_type": "default"}
+    return shape | {"model_type": "apertus", "attention_bias": has_bias(file, "attn_q"), "rope_scaling": scaling}
+
+
 def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of Qwen3-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
     file.read.expect("expert_gating_func", (SOFTMAX, None), None)
@@ -333,16 +339,43 @@ def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _gpt2(file: GGUFMetadata) -> dict[str, Any]:
-    read, heads = file.read, file.read.count("attention.head_count")
-    read.expect("attention.head_count_kv", (heads,), heads)
+    heads = file.read.count("attention.head_count")
+    file.read.expect("attention.head_count_kv", (heads,), heads)
+    return _gpt(file) | {"model_type": "gpt2"}
+
+
+def _starcoder(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of GPT-BigCode. All queries share a key head; llama.cpp's converter supports nothing else."""
+    file.read.expect("attention.head_count_kv", (1,), 1)
+    return _gpt(file) | {"model_type": "gpt_bigcode", "multi_query": True}
+
+
+def _gpt(file: GGUFMetadata) -> dict[str, Any]:
+    read = file.read
     return {
-        "model_type": "gpt2",
         "n_embd": read.count("embedding_length"),
         "n_layer": read.count("block_count"),
-        "n_head": heads,
+        "n_head": read.count("attention.head_count"),
         "n_inner": read.count("feed_forward_length"),
         "n_positions": read.count("context_length"),
         "layer_norm_epsilon": read.positive("attention.layer_norm_epsilon"),
+    }
+
+
+def _mpt(file: GGUFMetadata) -> dict[str, Any]:
+    read, heads = file.read, file.read.count("attention.head_count")
+    hidden_size = read.count("embedding_length")
+    read.expect("attention.head_count_kv", (heads,), heads)
+    read.expect("attention.max_alibi_bias", (8.0,), 8.0)
+    read.expect("feed_forward_length", (4 * hidden_size,), 4 * hidden_size)
+    return {
+        "model_type": "mpt",
+        "d_model": hidden_size,
+        "n_layers": read.count("block_count"),
+        "n_heads": heads,
+        "max_seq_len": read.count("context_length"),
+        "layer_norm_epsilon": read.positive("attention.layer_norm_epsilon"),
+        "attn_config": {"clip_qkv": read.get("attention.clamp_kqv", float, 0.0) or None},
     }
 
 
@@ -369,6 +402,7 @@ ARRAYS = {
 }
 """The keys that may have arrays, by architecture. The sections of the rotary embedding have no effect on text."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    "apertus": _apertus,
     "llama": _llama,
     "qwen": _qwen,
     "qwen2": _qwen2,
@@ -382,6 +416,8 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "chatglm": _chatglm,
     "deepseek2": _deepseek2,
     "gpt2": _gpt2,
+    "starcoder": _starcoder,
+    "mpt": _mpt,
     "bloom": _bloom,
     "kimi-linear": kimi_linear,
     "lfm2": lfm2,

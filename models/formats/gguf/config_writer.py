@@ -17,6 +17,8 @@ from models.families.chatglm import ChatGLMConfig
 from models.families.chatglm2 import ChatGLM2Config
 from models.families.deepseek_config import DeepseekConfig
 from models.families.gpt2 import GPT2Config
+from models.families.gpt_bigcode import GPTBigCodeConfig
+from models.families.mpt import MptConfig
 from models.families.qwen import QwenConfig
 from models.formats.gguf.decoder_keys import (
     add_decoder,
@@ -133,6 +135,21 @@ def _add_gpt2(writer: GGUFWriter, c: GPT2Config) -> None:
     _add_without_rotary(writer, c, c.max_position_embeddings, c.intermediate_size, c.rms_norm_eps)
 
 
+def _add_starcoder(writer: GGUFWriter, c: GPTBigCodeConfig) -> None:
+    if c.num_key_value_heads > 1 or not c.scale_attn_weights or c.activation_function == "gelu":
+        raise unsupported("a GPT-BigCode with multi_query=false, another attention scale or activation_function=gelu")
+    _add_without_rotary(writer, c, c.max_position_embeddings, c.intermediate_size, c.rms_norm_eps)
+
+
+def _add_mpt(writer: GGUFWriter, c: MptConfig) -> None:
+    if c.softmax_scale != c.head_dim**-0.5:
+        raise unsupported("an MPT with softmax_scale")
+    _add_without_rotary(writer, c, c.max_seq_len, c.intermediate_size, c.rms_norm_eps)
+    writer.add_max_alibi_bias(8.0)
+    if c.clip_qkv is not None:
+        writer.add_clamp_kqv(c.clip_qkv)
+
+
 def _add_bloom(writer: GGUFWriter, c: BloomConfig) -> None:
     if c.apply_residual_connection_post_layernorm:
         raise unsupported("a BLOOM with apply_residual_connection_post_layernorm=true")
@@ -178,6 +195,8 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "deepseek_v2": ("deepseek2", _add_deepseek),
     "deepseek_v3": ("deepseek2", _add_deepseek),
     "gpt2": ("gpt2", _add_gpt2),
+    "gpt_bigcode": ("starcoder", _add_starcoder),
+    "mpt": ("mpt", _add_mpt),
     "bloom": ("bloom", _add_bloom),
     "lfm2": ("lfm2", add_lfm2),
     "lfm2_moe": ("lfm2moe", add_lfm2_moe),

@@ -46,6 +46,8 @@ class TensorLayout:
     """Suffixes of the names of norm weights without this offset."""
     settings: tuple[str, ...] = (ROTARY_FACTORS,)
     """Tensors that are read with the config and belong to no module."""
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Parameters of one number that the metadata holds for each layer, by key: the name within a layer and the shape."""
 
     def hugging_face_name(self, name: str) -> str:
         """Return the tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
@@ -120,6 +122,17 @@ LLAMA = TensorLayout(
 )
 QWEN3 = TensorLayout(
     OUTSIDE_LAYERS, {**PRE_NORMS, **ATTENTION, **HEAD_NORMS, **MLP, "ffn_gate_inp": "mlp.gate"}, in_expert=GATED_MLP
+)
+APERTUS = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **{"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm", **ATTENTION, **HEAD_NORMS},
+        **{"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+    },
+    arrays={
+        **{f"xielu.{name}": (f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n")},
+        **{f"xielu.{name}": (f"mlp.act_fn.{name}", ()) for name in ("beta", "eps")},
+    },
 )
 GEMMA = TensorLayout(
     OUTSIDE_LAYERS,
@@ -241,6 +254,20 @@ GPT2 = TensorLayout(
     layers="transformer.h",
     settings=(),
     transposed=("c_attn", "c_proj", "c_fc"),
+)
+STARCODER = replace(GPT2, transposed=())
+MPT = TensorLayout(
+    {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+    {
+        "attn_norm": "norm_1",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj",
+        "ffn_down": "ffn.down_proj",
+    },
+    layers="transformer.blocks",
+    settings=(),
 )
 BLOOM = TensorLayout(
     {
@@ -407,6 +434,7 @@ NEMOTRON_H = replace(
     experts="mixer.experts",
 )
 LAYOUTS = {
+    "apertus": APERTUS,
     "llama": LLAMA,
     "mistral": LLAMA,
     "mixtral": LLAMA,
@@ -432,6 +460,8 @@ LAYOUTS = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "gpt2": GPT2,
+    "gpt_bigcode": STARCODER,
+    "mpt": MPT,
     "bloom": BLOOM,
     "kimi_linear": KIMI_LINEAR,
     "lfm2": LFM2,

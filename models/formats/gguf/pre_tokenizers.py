@@ -64,7 +64,8 @@ QWEN2 = PreTokenizer((QWEN_PATTERN,), is_nfc=True)
 BY_THREE_DIGITS = PreTokenizer((LLAMA3_PATTERN,))
 PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "gpt-2": PreTokenizer((GPT2_PATTERN,)),
-    "smollm": PreTokenizer((r"\p{N}", GPT2_PATTERN)),
+    "mpt": PreTokenizer((GPT2_PATTERN,), is_nfc=True),
+    **dict.fromkeys(("smollm", "starcoder"), PreTokenizer((r"\p{N}", GPT2_PATTERN))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "qwen35": PreTokenizer((QWEN35_PATTERN,), is_nfc=True),
@@ -76,6 +77,6 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
-"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3 (and LFM2), Qwen, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
-BLOOM.
+"""By `tokenizer.ggml.pre`: GPT-2, MPT, SmolLM (and StarCoder), Llama 3 (and LFM2), Qwen, Qwen3.5, GLM-4 and Phi-4,
+Phi-4-mini, Mistral Nemo, DeepSeek's three, BLOOM.
 """

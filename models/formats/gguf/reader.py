@@ -80,8 +80,10 @@ class GGUFWeights:
                 if hf_name in self._sources or hf_name in self._halves or hf_name in self._stacked:
                     raise UserError(f"{tensor.path} holds {hf_name} twice: the second is in {name!r}")
                 self._sources[hf_name] = source
+        self._numbers = _layer_numbers(self._layout, headers[0], num_layers)
         self.shapes = self._shapes()
         self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
+        self.dtypes |= dict.fromkeys(self._numbers, torch.float32)
         self.dtypes |= {name: matrix.dtype for name, matrix in (self._halves | self._stacked).items()}
 
     def coded_modules(self) -> dict[str, str]:
@@ -135,6 +137,8 @@ class GGUFWeights:
         return torch.ones(1) if source is None else read_scale(source)
 
     def _read(self, name: str) -> Tensor:
+        if name in self._numbers:
+            return self._numbers[name]
         if halves := self._halves.get(name):
             return halves.read()
         if matrix := self._stacked.get(name):
@@ -159,6 +163,7 @@ class GGUFWeights:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._shape(name, source) for name, source in self._sources.items()}
+        shapes |= {name: tuple(number.shape) for name, number in self._numbers.items()}
         shapes |= {name: halves.shape for name, halves in self._halves.items()}
         shapes |= {name: _stacked_shape(name, matrix) for name, matrix in self._stacked.items()}
         return shapes | {f"{module}.{GLOBAL_SCALE}": (1,) for module in self._with_global_scales}
@@ -171,6 +176,15 @@ class GGUFWeights:
         if name.endswith(self._layout.flat):
             return (math.prod(source.shape),)
         return source.shape[::-1] if self._is_transposed(name) else source.shape
+
+
+def _layer_numbers(layout: TensorLayout, header: GGUFHeader, num_layers: int) -> dict[str, Tensor]:
+    """Return the parameters of `TensorLayout.arrays`, by Hugging Face's names."""
+    return {
+        f"{layout.layers}.{i}.{name}": torch.full(shape, number, dtype=torch.float32)
+        for key, (name, shape) in layout.arrays.items()
+        for i, number in enumerate(header.numbers(key, "f", num_layers))
+    }
 
 
 def _stacked_shape(name: str, matrix: Stacked) -> tuple[int, int]:

@@ -50,14 +50,20 @@ WRITTEN = {
     "granite 4 mixture": ("granitemoehybrid", 1),
     "granite 4 attention": ("granitemoehybrid", 3),
     "mamba 2": ("mamba2", 0),
+    "mpt": ("mpt", 0),
+    "mpt clipped": ("mpt", 2),
     "nemotron": ("nemotron_h", 0),
     "nemotron latent": ("nemotron_h", 2),
     "kimi linear": ("kimi_linear", 0),
     "falcon h1": ("falcon_h1", 0),
     "falcon h1 norm": ("falcon_h1", 1),
+    "starcoder": ("gpt_bigcode", 0),
 }
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
 READ_ONLY = {
+    "apertus": ("apertus", 0),
+    "apertus llama3": ("apertus", 1),
+    "apertus biases": ("apertus", 2),
     "gemma 4 mixture": ("gemma4", 0),
     "gemma 4": ("gemma4", 1),
     "gemma 4 mixture, keys as values": ("gemma4", 2),
@@ -67,6 +73,7 @@ READ_ONLY = {
 }
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
+    "mpt": {"architectures": ["MPTForCausalLM"]},
     "deepseek_v3": {"scoring_func": "sigmoid"},
     "qwen3_5": {"mtp_num_hidden_layers": 1},
     "qwen3_next": {"mtp_num_hidden_layers": 1},

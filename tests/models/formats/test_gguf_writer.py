@@ -148,9 +148,11 @@ def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
 
 
 KIMI_LAYERS = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
-RECURRENT: dict[str, list[dict[str, Any]]] = {
+WRITTEN: dict[str, list[dict[str, Any]]] = {
     "falcon_h1": [],  # its factors are rounded into the weights: test_gguf_converter.py compares logits
     "kimi_linear": [KIMI_LAYERS, {**KIMI_LAYERS, "q_lora_rank": 20}],
+    "gpt_bigcode": [{}, {"n_inner": 100, "tie_word_embeddings": False}],
+    "mpt": [{}, {"attn_config": {"clip_qkv": 0.4}, "n_heads": 6, "tie_word_embeddings": False}],
     "granite": [{"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True}],
     "granitemoehybrid": [*HYBRID["granitemoehybrid"].variants[:4], {**MIXED_LAYERS, "attention_bias": True}],
     "mamba2": [{}, {"n_groups": 1, "tie_word_embeddings": True}],
@@ -172,6 +174,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({**KIMI_LAYERS, "mlp_layer_types": ["sparse", "dense"] * 2}, "dense layers after mixtures"),
         ({**KIMI_LAYERS, "moe_renormalize": False}, "moe_renormalize=false"),
     ],
+    "gpt_bigcode": [
+        ({"multi_query": False}, "a GPT-BigCode with multi_query=false"),
+        ({"scale_attn_weights": False}, "a GPT-BigCode with .* another attention scale"),
+        ({"activation_function": "gelu"}, "a GPT-BigCode with .* activation_function=gelu"),
+    ],
+    "mpt": [({"attn_config": {"softmax_scale": 0.5}}, "an MPT with softmax_scale")],
     "granitemoehybrid": [
         ({**MIXED_LAYERS, "time_step_limit": [0.5, 0.8]}, "with time_step_limit"),
         ({**MIXED_LAYERS, "mamba_proj_bias": True}, "with a bias of in_proj"),
@@ -193,11 +201,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@each("family", RECURRENT, quick=["mamba2", "qwen3_next"])
-def test_recurrent_models(family: str, tmp_path: Path) -> None:
+@each("family", WRITTEN, quick=["mamba2", "qwen3_next"])
+def test_files_keep_logits(family: str, tmp_path: Path) -> None:
     """A file has the bits of its checkpoint's logits, if A_log is bfloat16 as in most models."""
     row = (HYBRID | ROWS)[family]
-    for i, settings in enumerate(RECURRENT[family]):
+    for i, settings in enumerate(WRITTEN[family]):
         folder = tmp_path / str(i) / "hf"
         folder.mkdir(parents=True)
         row.write(folder, **settings)
