@@ -6,13 +6,11 @@ T tokens, H query heads, G key/value heads, D channels per head, E hidden channe
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from kernels.kv_store import kv_store
 from kernels.quantize_rows import Activations
 from models import decoder
 from models.batch import Batch, LayerCache
@@ -28,7 +26,6 @@ from models.layers.mlp import MLP
 from models.layers.moe import Router
 from models.layers.named_parts import NamedParts
 from models.layers.norm import ResidualStream, RMSNorm
-from models.layers.rotary import Angles
 from models.layout import HEADS, ModelLayout, Unit
 
 ROUTING_KEYS = ("num_experts", "num_experts_per_tok", "n_group")
@@ -65,9 +62,6 @@ def read_config(config: ConfigReader) -> AfmoeConfig:
     for key in ("load_balance_coeff", "num_expert_groups", "num_limited_groups", "use_grouped_mm"):  # of training
         config.raw(key)
     shape = read_decoder_config(config, 1e-5, 16384)
-    if not 0 <= (num_dense := config.get("num_dense_layers", int, 1)) <= shape.num_hidden_layers:
-        limit = f"num_hidden_layers={shape.num_hidden_layers}"
-        raise UserError(f"config.json: num_dense_layers={num_dense} is not between 0 and {limit}")
     full_every = config.count("global_attn_every_n_layers", 4)
     types = [SLIDING if i % full_every else FULL for i in range(1, shape.num_hidden_layers + 1)]
     routing = read_routing(config, (1, 1), True, True, ROUTING_KEYS)
@@ -77,7 +71,7 @@ def read_config(config: ConfigReader) -> AfmoeConfig:
         attention_bias=config.get("attention_bias", bool, False),
         moe_intermediate_size=config.count("moe_intermediate_size"),
         num_shared_experts=config.count("num_shared_experts", 2),
-        num_dense_layers=num_dense,
+        num_dense_layers=config.get("num_dense_layers", int, 1),
         mup_enabled=config.get("mup_enabled", bool, False),
         routing=replace(routing, scaling_factor=config.positive("route_scale", 1.0)),
     )
@@ -95,20 +89,16 @@ class Attention(decoder.Attention):
         """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return *self.qkv.layers, self.gate_proj
 
-    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
         projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(self.q_norm(query), self.k_norm(key), value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, window=self.window)
         return self.o_proj(attended * sigmoid(batch.attending(self.gate_proj(x, batch))), batch)
 
-    def turn_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
-    ) -> Tensor:
-        if self.window is not None:
-            return super().turn_and_store(query, key, value, angles, batch, cache)
-        kv_store(key, value, *cache, batch.slots)
-        return query
+
+class FullAttention(Attention, decoder.NoPEAttention):
+    """Attention without a window and without rotation."""
 
 
 class TokenRouter(NamedParts):
@@ -130,10 +120,11 @@ class AfmoeLayer(BranchNormLayer):
     branch_norms = ("post_attention_layernorm", "post_mlp_layernorm")
 
 
-def _mlp(c: AfmoeConfig, sparse: bool) -> nn.Module:
+def _layer(c: AfmoeConfig, window: int | None, sparse: bool) -> AfmoeLayer:
+    attention = FullAttention(c, None) if window is None else Attention(c, window)
     if sparse:
-        return MoE(c.hidden_size, c.moe_intermediate_size, c.num_shared_experts, c.routing)
-    return MLP(c.hidden_size, c.intermediate_size)
+        return AfmoeLayer(c, attention, MoE(c.hidden_size, c.moe_intermediate_size, c.num_shared_experts, c.routing))
+    return AfmoeLayer(c, attention, MLP(c.hidden_size, c.intermediate_size))
 
 
 class Afmoe(DecoderLM):
@@ -148,7 +139,7 @@ class Afmoe(DecoderLM):
     def __init__(self, c: AfmoeConfig) -> None:
         # a planner's model has only the first layers
         kinds = zip(c.windows, c.layer_kinds, strict=False)
-        super().__init__(c, (AfmoeLayer(c, Attention(c, window), _mlp(c, sparse)) for window, sparse in kinds))
+        super().__init__(c, (_layer(c, window, sparse) for window, sparse in kinds))
 
     def embed(self, batch: Batch) -> ResidualStream:
         stream = super().embed(batch)

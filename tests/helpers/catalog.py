@@ -20,6 +20,7 @@ from tests.helpers.expert_families import EXPERTS
 from tests.helpers.gemma_families import GEMMAS
 from tests.helpers.gpt_families import GPT
 from tests.helpers.layer_norm_families import WITH_LAYER_NORMS
+from tests.helpers.llama_families import CHANGED_LLAMAS
 from tests.helpers.oracle import random_prompts
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
@@ -73,7 +74,7 @@ def greedy(engine: Engine, prompts: list[list[int]], count: int, **decode: Any) 
     return [completion.token_ids for completion in complete(engine, prompts, config)]
 
 
-ROWS = DENSE | GEMMAS | WITH_LAYER_NORMS | GPT | EXPERTS
+ROWS = DENSE | GEMMAS | CHANGED_LLAMAS | WITH_LAYER_NORMS | GPT | EXPERTS
 """Every architecture that is compared with its class in transformers."""
 OTHERS = {name: row for name, row in ROWS.items() if name not in (*GOLDEN_FAMILIES, "llama", "glm4_moe_lite")}
 OTHERS["falcon_one_key"] = replace(ROWS["falcon"], variants=ROWS["falcon"].variants[1:])

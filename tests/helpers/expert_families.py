@@ -46,7 +46,6 @@ EXPERTS = {
         read=[({}, {"windows": (1024,) * 3, "layer_kinds": (False, True, True)})],
         refused=[
             NOT_SILU,
-            ({"num_dense_layers": 4}, "num_dense_layers=4 is not between 0 and num_hidden_layers=3"),
             ({"score_func": "softmax"}, "score_func='softmax' is not supported: only 'sigmoid'"),
             ({"n_group": 2}, "n_group=2 is not supported: only 1"),
             ({"layer_types": [FULL]}, "layer_types=.* is not 3 times 'sliding_attention' or 'full_att"),
@@ -84,7 +83,7 @@ EXPERTS = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "num_hidden_layers": 3,
-            "routed_scaling_factor": 2.5,
+            "routed_scaling_factor": 1.0,
         },
         variants=[
             {"sliding_window": 6, "sliding_window_pattern": 2},
@@ -95,6 +94,7 @@ EXPERTS = {
             },
             {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "num_shared_experts": 2, "norm_topk_prob": False},
             {"sliding_window": 9, "layer_types": [FULL] * 3, "first_k_dense_replace": 3, "tie_word_embeddings": True},
+            {"routed_scaling_factor": 2.5, "num_key_value_heads": 1},
         ],
         read=[({"num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}, {"layer_kinds": (False, True, True)})],
         refused=[
