@@ -11,53 +11,82 @@ from models.formats.renamed import renamed
 log = logging.getLogger(__name__)
 
 TEXT_MODELS = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
+    "fast_vlm": "qwen2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "got_ocr2": "qwen2",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "kimi_k25": "kimi_k2",
+    "lighton_ocr": "qwen3",
     "llama4": "llama4_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "ovis2": "qwen2",
+    "perception_lm": "llama",
+    "qianfan_ocr": "qwen3",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
 }
 """The text model's `model_type` by the wrapper's, if `text_config` does not name one of `registry.ARCHITECTURES`."""
 TEXT_TYPES = {
+    "exaone4_5_text": "exaone4",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 """The equivalent architecture by the text's `model_type`. They are equivalent if all positions are text positions."""
-OTHER_TOWERS = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "visual.",
-    "model.audio_tower.",
-    "model.embed_audio.",
-    "model.embed_vision.",
-    "model.vision_embedder.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.visual.",
+OTHER_TOWERS = tuple(
+    prefix + name
+    for prefix in ("", "model.")
+    for name in """
+    audio_tower. connector. embed_audio. embed_vision. image_newline mm_projector. multi_modal_projector. projector.
+    vision_embedder. vision_encoder. vision_model. vision_projection. vision_tower. visual. visual_embeddings_table.
+    """.split()
 )
 """Name prefixes of tensors that text does not use."""
-TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.": "",
+}
 """Name prefixes of the text's tensors: in a text checkpoint, by the prefix in the wrapper. The first match applies."""
 OTHER_SETTINGS = frozenset(
     """
-    audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_index eoi_token_id
-    eoi_token_index image_token_id image_token_index language_model_only mm_tokens_per_image
-    multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
-    vision_end_token_id vision_feature_layer vision_start_token_id vision_token_id
+    _pad_token_id adapter_layer_norm_eps alignment_intermediate_size audio_config audio_token_id boa_token_id
+    boi_token_id boi_token_index downsample_factor downsample_ratio eoa_token_index eoi_token_id eoi_token_index
+    ignore_index image_grid_pinpoints image_seq_length image_token_id image_token_index language_model_only
+    media_placeholder_token_id mm_tokens_per_image multimodal_projector_bias projection_hidden_size
+    projection_layer_norm_eps projector_hidden_act scale_factor spatial_merge_size use_unified_vision_chunk
+    video_placeholder video_token_id video_token_index vision_aspect_ratio vision_config vision_end_token_id
+    vision_feature_layer vision_feature_select_strategy vision_start_token_id vision_token_id
+    visual_indicator_token_ids
     """.split()
 )
 """Settings of a wrapper without effect on text."""
 OUTER_WINS = ("architectures", "eos_token_id", "quantization_config", "tie_word_embeddings")
 """Settings of the whole checkpoint, which override `text_config`."""
+
+
+TEXT_DEFAULTS = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "mistral": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+"""Settings that files of LLaVA omit, because they equal the defaults of transformers, by the text's `model_type`."""
 
 
 def is_wrapper(config: dict[str, Any]) -> bool:
@@ -79,6 +108,7 @@ def text_config(config: dict[str, Any], where: str) -> ConfigReader:
     if text_type == wrapper:
         text_type = TEXT_MODELS[wrapper]
     values["model_type"] = TEXT_TYPES.get(str(text_type), text_type)
+    values = TEXT_DEFAULTS.get(str(text_type), {}) | values
     if wrapper == "qwen3_vl_moe":  # its own code always normalises
         ConfigReader(values, where).expect("norm_topk_prob", (True, None), None)
         values["norm_topk_prob"] = True

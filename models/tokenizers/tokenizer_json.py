@@ -84,9 +84,9 @@ FAMILIES = {
     ),
     **dict.fromkeys(
         """
-        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite granitemoe granitemoehybrid
-        granitemoeshared hyperclovax internlm2 internlm3 kimi_linear minicpm3 minimax minimax_m2 ministral ministral3
-        mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe stablelm
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt_bigcode granite granitemoe granitemoehybrid
+        granitemoeshared hyperclovax internlm2 internlm3 kimi_k25 kimi_linear llava llava_next minicpm3 minimax
+        minimax_m2 ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe smolvlm stablelm
         """.split(),
         "",
     ),

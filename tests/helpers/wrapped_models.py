@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from conf.decoding import DecodeConfig
 from pipelines.loading.model_source import resolve_model
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
-from tests.helpers.oracle import NEW_TOKENS, TOLERANCE, random_prompts
+from tests.helpers.oracle import NEW_TOKENS, TOLERANCE, random_prompts, write_random
 
 TEXT: dict[str, Any] = {
     "vocab_size": 96,
@@ -29,6 +30,55 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GEMMA4 = {"global_head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA4_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
+
+
+SMALL_PICTURES = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+DEEPSEEK = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
+}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # transformers leaves out logit_scale
+    "aya_vision": ({"sliding_window": 8, "logit_scale": 1.0}, SMALL_PICTURES, {"alignment_intermediate_size": 32}),
+    "cohere2_vision": ({"sliding_window": 8, "logit_scale": 1.0}, SMALL_PICTURES, {"alignment_intermediate_size": 32}),
+    "exaone4_5": (
+        {"sliding_window": 8, "model_type": "exaone4"},
+        {"depth": 1, "out_hidden_size": 48, "patch_size": 4},
+        {},
+    ),
+    "got_ocr2": ({}, {**SMALL_PICTURES, "output_channels": 16, "mlp_dim": 16, "global_attn_indexes": [0]}, {}),
+    "idefics3": ({}, SMALL_PICTURES, {}),
+    "internvl": ({}, {**SMALL_PICTURES, "image_size": [8, 8], "patch_size": [4, 4]}, {}),
+    "kimi_k25": (DEEPSEEK, {"num_hidden_layers": 1, "patch_size": 4}, {"image_token_id": 96}),
+    "lighton_ocr": ({}, {**SMALL_PICTURES, "head_dim": 8}, {}),
+    "llava": ({}, {**SMALL_PICTURES, "model_type": "clip_vision_model"}, {}),
+    "llava_next": ({}, {**SMALL_PICTURES, "model_type": "clip_vision_model"}, {}),
+    "llava_onevision": ({}, SMALL_PICTURES, {}),
+    "ovis2": ({}, SMALL_PICTURES, {"vocab_size": 96, "hidden_size": 48}),
+    "smolvlm": ({}, SMALL_PICTURES, {}),
+    "video_llama_3": ({}, {"num_hidden_layers": 1, "patch_size": 4}, {}),
+}
+"""Settings of the text, of the images and of the wrapper."""
+
+
+def write_other(folder: Path, model_type: str, tie_word_embeddings: bool) -> Any:
+    """Write a random model of one of OTHERS, and return transformers' model of it."""
+    text, vision, outer = OTHERS[model_type]
+    sizes = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        text_config={**sizes, "tie_word_embeddings": tie_word_embeddings, **text},
+        vision_config={**PICTURES, **vision},
+        tie_word_embeddings=tie_word_embeddings,
+        **{"image_token_id": 3, **outer},
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    reference = write_random(folder, model)
+    if model_type == "kimi_k25":  # transformers also renames layers of the text like layers for images
+        tensors = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return reference
 
 
 def reference_of(model_type: str, **text: Any) -> Any:

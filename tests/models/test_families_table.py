@@ -1,13 +1,16 @@
-"""The table of families in models/README.md equals the registry and the tests; `python -m
-tests.models.test_families_table` prints it."""
+"""The tables of models/README.md and models/types.md equal the registry, the tests and transformers' mapping; `python -m
+tests.models.test_families_table` prints the first, with the argument `types` the second."""
 
 import re
+import sys
 
 from models.config import ConfigReader
+from models.formats.wrapper import TEXT_MODELS
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, ROWS
 from tests.helpers.hybrid_families import HYBRID
+from tests.helpers.model_types import NOT_SUPPORTED, OTHER_NAMES
 
 TESTS = REPOSITORY / "tests" / "models" / "families"
 
@@ -40,9 +43,39 @@ def proof(architecture: Architecture) -> str:
     return ", ".join(sources)
 
 
+def causal_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def types_page() -> str:
+    """Return the page about all causal model types of transformers."""
+    reasons = {name: reason for reason, names in NOT_SUPPORTED.items() for name in names.split()}
+    rows, num_supported = list[str](), 0
+    for name in causal_types():
+        paths = [
+            *([ARCHITECTURES[name].families] if name in ARCHITECTURES else []),
+            *([f"text only, as `{TEXT_MODELS[name]}`"] if name in TEXT_MODELS else []),
+            *([f"its files have `{OTHER_NAMES[name]}`"] if name in OTHER_NAMES else []),
+        ]
+        assert len(paths) + (name in reasons) == 1, f"{name} needs one entry: {paths}, {reasons.get(name)}"
+        num_supported += len(paths)
+        rows.append(f"| `{name}` | {f'yes | {paths[0]}' if paths else f'no | {reasons[name]}'} |")
+    head = f"Quintet runs {num_supported} of the {len(rows)} model types that `AutoModelForCausalLM` of transformers 5.23 has."
+    return "\n".join(
+        ["# Model types", "", head, "", "| `model_type` | runs | as, or why not |", "|---|---|---|", *rows, ""]
+    )
+
+
 def test_the_readme_has_it() -> None:
     assert table() in (REPOSITORY / "models" / "README.md").read_text(encoding="utf-8")
 
 
+def test_every_causal_type_of_transformers_has_a_row() -> None:
+    assert {name for names in NOT_SUPPORTED.values() for name in names.split()} <= {*causal_types()}
+    assert types_page() == (REPOSITORY / "models" / "types.md").read_text(encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(table())
+    print(types_page() if "types" in sys.argv[1:] else table(), end="")

@@ -10,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from conf.errors import UserError
 from models.formats.wrapper import text_config
+from models.registry import ARCHITECTURES
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.request_settings import read_request_settings
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.oracle import write_random
-from tests.helpers.wrapped_models import TEXT, assert_equal, change, reference_of
+from tests.helpers.wrapped_models import OTHERS, TEXT, assert_equal, change, reference_of, write_other
 
 
 def rename(folder: Path, prefixes: dict[str, str]) -> None:
@@ -45,6 +47,7 @@ SPELLINGS = {
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",
         "model.visual.": "visual.",
+        "model.mm_projector.": "mm_projector.",
     },
     "new": {
         "language_model.model.": "model.language_model.",
@@ -54,13 +57,19 @@ SPELLINGS = {
         "visual.": "model.visual.",
     },
 }
-WRAPPERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WRAPPERS = tuple("gemma3 gemma4 gemma4_unified mistral3 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe".split()) + tuple(
+    OTHERS
+)
 CASES = [(model_type, spelling) for model_type in WRAPPERS for spelling in SPELLINGS]
 
 
 @each("model_type, spelling", CASES, quick=[("gemma3", "old"), ("qwen2_vl", "new")])
 def test_equals_transformers(model_type: str, spelling: str, tmp_path: Path) -> None:
-    reference = write_random(tmp_path, reference_of(model_type, tie_word_embeddings=spelling == "new"))
+    is_tied = spelling == "new"
+    if model_type in OTHERS:
+        reference = write_other(tmp_path, model_type, is_tied)
+    else:
+        reference = write_random(tmp_path, reference_of(model_type, tie_word_embeddings=is_tied))
     rename(tmp_path, SPELLINGS[spelling])
     assert_equal(tmp_path, reference)
 
@@ -84,7 +93,7 @@ def test_tensors_that_are_not_loaded_are_one_warning(tmp_path: Path, caplog: pyt
     assert others == sum(1 for name, _ in reference.model.named_parameters() if not name.startswith("language_model."))
     with caplog.at_level(logging.WARNING):
         load_engine(run_config(tmp_path), 1)
-    told = "tensors of model.vision_tower., model.multi_modal_projector. are not loaded: only text is supported"
+    told = "tensors of model.multi_modal_projector., model.vision_tower. are not loaded: only text is supported"
     assert [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()] == [
         f"{others} {told}"
     ]
@@ -115,6 +124,17 @@ def test_the_end_of_a_text_is_the_whole_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     run = run_config(tmp_path)
     assert set(read_request_settings(run.model, resolve_model(run.model)).eos_token_ids) == {7, 9}
+
+
+def test_sizes_of_llava_that_its_files_omit() -> None:
+    """They equal the defaults of transformers."""
+    for text in ("llama", "mistral"):
+        inner = {"model_type": text, "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+        reader = text_config({"model_type": "llava_next", "text_config": inner}, "config.json")
+        shape = ARCHITECTURES[text].read_config(reader)
+        expected = AutoConfig.for_model(text)
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        assert [getattr(shape, key) for key in sizes] == [getattr(expected, key) for key in sizes]
 
 
 MISTRAL3: dict[str, Any] = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **TEXT}}
