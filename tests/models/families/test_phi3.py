@@ -1,6 +1,7 @@
 """Phi-3 at its long RoPE threshold, beyond which every key of a text differs. test_families.py tests it below and
 above."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from models.config import ConfigReader
 from models.families import phi3
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
-from tests.helpers.builders import complete, engine_of, generate
+from tests.helpers.builders import all_logits, complete, engine_of, generate
 from tests.helpers.cases import each
 from tests.helpers.catalog import ROWS
 from tests.helpers.dense_families import LONG, LONGROPE, SHORT
+from tests.helpers.expert_families import LONGROPE as MOE_LONGROPE
 from tests.helpers.observed_steps import look_ahead
-from tests.helpers.oracle import assert_equals_transformers, contrastive_search, random_prompts
+from tests.helpers.oracle import TOLERANCE, assert_equals_transformers, contrastive_search, random_prompts
 
 BORDER = 60  # original_max_position_embeddings
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # of 4 tokens: keys and values, layers, heads, channels, float32
@@ -138,3 +140,17 @@ def test_older_spellings_of_longrope(kind: str) -> None:
     assert read(rope_scaling=scaling) == read(rope_scaling=LONGROPE)
     assert read(rope_scaling=scaling).capabilities.long_rope_threshold == BORDER
     assert read().capabilities.long_rope_threshold is None
+
+
+def test_long_texts_of_phimoe_use_the_long_factors(tmp_path: Path) -> None:
+    """transformers uses the short factors for every length, so its model has the long ones as short ones."""
+    reference = ROWS["phimoe"].write(tmp_path, rope_parameters=MOE_LONGROPE | {"short_factor": LONG})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] |= {"short_factor": MOE_LONGROPE["short_factor"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = engine_of(tmp_path)
+    for length, is_equal in ((60, False), (61, True)):
+        (prompt,) = random_prompts(96, (length,))
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        assert torch.allclose(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0) == is_equal
