@@ -20,7 +20,7 @@ from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.layouts.gguf import GGUFQuantization
+from quantization.layouts.gguf import GPU_FORMATS, GGUFQuantization
 from quantization.linear import BlockMethod, Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, fitted_blocks, parse_format, scheme_of
@@ -205,7 +205,7 @@ def place_stored_layers(
 
     `shapes` are the shapes of its tensors, by name.
 
-    Returns the schemes by layer name, without layers that become floats: blocks on a GPU, and layers that the model keeps
+    Returns the schemes by layer name, without layers that become floats: NVFP4 on a GPU, and layers that the model keeps
     in floats. Raises UserError for tensors that the layout cannot hold.
     """
     tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module, then by the name within it
@@ -224,7 +224,8 @@ def place_stored_layers(
             layout = stored.layout(spec, tensor_shapes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        if layer.is_quantizable and scheme.weights.kind.is_blocks and device.type != "cpu":
+        kind = scheme.weights.kind
+        if layer.is_quantizable and kind.is_blocks and device.type != "cpu" and kind.name not in GPU_FORMATS:
             layer.untie(DenseMethod(Dequantized(layout, layer.shape)))
             unpacked.append(name)
         elif layer.is_quantizable:

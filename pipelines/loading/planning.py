@@ -33,8 +33,10 @@ def plan_model(
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
     max_values = max_layer_values(model)
-    if quant.scheme.is_blocks and device.type != "cpu":
-        raise UserError(f"quant={quant.scheme.name} is for a CPU, not device={device.type}: give quant=int4 or int8")
+    if quant.scheme.is_blocks and quant.scheme is not QuantScheme.mxfp4 and device.type != "cpu":
+        raise UserError(
+            f"quant={quant.scheme.name} is for a CPU, not device={device.type}: give quant=int4, int8 or mxfp4"
+        )
     if quant.scheme in MIXTURES:
         from quantization.mixtures import resolve_mixture  # imported here: other schemes do not need gguf
 

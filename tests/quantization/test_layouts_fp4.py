@@ -21,11 +21,14 @@ from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import Activations, BlockActivations, QuantConfig
 from models.config import ConfigReader
+from models.layers.dense import DenseMethod
 from models.layers.linear import Linear
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model
 from quantization.layouts import read_quantization
 from quantization.layouts.fp4 import FP4Weight
-from quantization.linear import Float8Method
-from tests.helpers.builders import engine_of
+from quantization.linear import BlockMethod, Float8Method
+from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.packed_layouts import assert_same_model, change, write_twins
 
@@ -105,6 +108,11 @@ def test_a_model_is_its_twin(case: str, tmp_path: Path, caplog: pytest.LogCaptur
     has_float_activations = config.get("quant_method") != "modelopt" and "activations" not in case
     assert ("which stay floats here" in caplog.text) != has_float_activations
     assert "not used" not in caplog.text.replace("hardware is not used", "")
+    run = run_config(packed)
+    on_gpu = plan_model(run.model, run.quant, resolve_model(run.model), torch.device("cuda"), packed=False).model
+    layer = on_gpu.get_submodule(UP)
+    assert isinstance(layer, Linear)
+    assert isinstance(layer.method, BlockMethod if case.startswith("mxfp4") else DenseMethod)
 
 
 def test_modelopt_with_a_config_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
