@@ -163,6 +163,8 @@ def test_impossible_values(change: dict[str, Tensor], message: str) -> None:
 def test_groups_that_do_not_divide_a_layer() -> None:
     with pytest.raises(UserError, match=r"groups of 32 do not divide the 40 input channels of a weight \[96, 40\]"):
         CompressedWeight((96, 40), LinearScheme(WeightFormat(4, group_size=32)), True, {})
+    with pytest.raises(UserError, match=r"80 input channels of a weight \[96, 80\] in NVFP4 are not a multiple of 64"):
+        FP4Weight("NVFP4", (96, 80), {})
 
 
 @each("name", ["weight_scale", "input_scale"])

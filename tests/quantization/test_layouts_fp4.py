@@ -26,13 +26,11 @@ from models.layers.linear import Linear
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from quantization.layouts import read_quantization
-from quantization.layouts.fp4 import FP4Weight
 from quantization.linear import BlockMethod, Float8Method
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.packed_layouts import assert_same_model, change, write_twins
 
-COMPRESSORS = {"mxfp4-pack-quantized": MXFP4PackedCompressor, "nvfp4-pack-quantized": NVFP4PackedCompressor}
 SIZES = {"intermediate_size": 128, "hidden_size": 128}  # multiples of a block of NVFP4
 MODELOPT: dict[str, Any] = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 HUB: dict[str, Any] = {
@@ -115,6 +113,7 @@ def test_a_model_is_its_twin(case: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert isinstance(layer.method, BlockMethod if case.startswith("mxfp4") else DenseMethod)
 
 
+@pytest.mark.long
 def test_modelopt_with_a_config_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """NVFP4 and fp8 layers, scales of the KV cache, and no quantization_config in config.json."""
     packed, floats = write_twins(tmp_path, {}, modelopt, **SIZES)
@@ -162,6 +161,7 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
 
 
+@pytest.mark.long
 @each(
     ("case", "name", "tensor", "message"),
     [
@@ -195,8 +195,3 @@ def test_damaged_tensors(case: str, name: str, tensor: Tensor | None, message: s
     change(packed, f"{UP}.{name}", tensor)
     with pytest.raises(UserError, match=message):
         engine_of(packed)
-
-
-def test_blocks_that_do_not_divide_a_layer() -> None:
-    with pytest.raises(UserError, match=r"80 input channels of a weight \[96, 80\] in NVFP4 are not a multiple of 64"):
-        FP4Weight("NVFP4", (96, 80), {})
