@@ -234,9 +234,7 @@ def place_stored_layers(
         else:
             layer.method = DenseMethod(Dequantized(layout, layer.shape))
     if unpacked:
-        warn_once(
-            f"{len(unpacked)} layers in FP4 are unpacked to floats on a GPU, which take more memory ({unpacked[0]})"
-        )
+        warn_once(f"{len(unpacked)} layers in NVFP4 become floats on a GPU, which take more memory ({unpacked[0]})")
     return schemes
 
 
