@@ -17,6 +17,7 @@ from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
+from kernels.sigmoid_gate import sigmoid_gate
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 from kernels.take_channels import take_channels
@@ -48,6 +49,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         rope_angles,
         route,
         route_corrected,
+        sigmoid_gate,
         soft_cap,
         swiglu,
         swiglu_quantize,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.sigmoid_gate import sigmoid_gate
 from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
-from models.layers.gate import sigmoid
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
@@ -51,9 +51,8 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False, is_quantizable=False)
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        gate = sigmoid(self.shared_expert_gate(x, batch))  # [T, 1]
-        shared: Tensor = gate * self.shared_expert(x, batch)
-        return super().forward(x, batch) + shared
+        gate: Tensor = self.shared_expert_gate(x, batch)  # [T, 1]
+        return super().forward(x, batch) + sigmoid_gate(self.shared_expert(x, batch), gate)
 
 
 class Qwen2Moe(DecoderLM):

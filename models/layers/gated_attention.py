@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Activations
+from kernels.sigmoid_gate import sigmoid_gate
 from models.batch import Batch, LayerCache
 from models.layers.attention import Heads, attend
-from models.layers.gate import sigmoid
 from models.layers.linear import Linear, MergedLinear
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
@@ -45,8 +45,6 @@ class GatedAttention(Module):
         head_dim = self.heads.head_dim
         gated_query, key, value = (y.unflatten(-1, (-1, head_dim)) for y in self.qkv(x, batch))
         query, gate = gated_query.unflatten(1, (-1, 2)).unbind(2)  # [T, H, D] each
-        query = self.q_norm(query.reshape(-1, head_dim)).view(query.shape)
-        key = self.k_norm(key.reshape(-1, head_dim)).view(key.shape)  # [T, G, D]
-        query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
+        query = rope_and_store(self.q_norm(query), self.k_norm(key), value, *angles, *cache, batch.slots)
         attended = attend(query, cache, batch, head_dim**-0.5)
-        return self.o_proj(attended * sigmoid(batch.attending(gate).flatten(1)), batch)
+        return self.o_proj(sigmoid_gate(attended, batch.attending(gate).flatten(1)), batch)

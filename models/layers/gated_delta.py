@@ -170,7 +170,7 @@ class GatedDeltaNet(DeltaRule):
         return conv | dict.fromkeys(("A_log", "dt_bias"), Shard(0, (values,)))
 
     def finish(self, mixed: Tensor, gate: Tensor, batch: Batch) -> Tensor:
-        normed = self.norm(mixed.view(-1, self.heads.value_channels)).view(mixed.shape)
+        normed = self.norm(mixed.unflatten(1, (-1, self.heads.value_channels))).flatten(1)
         return self.out_proj(swiglu_for([self.out_proj], gate, normed), batch)
 
 

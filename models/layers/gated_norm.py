@@ -29,8 +29,9 @@ class NormThenGate(GatedRMSNorm):
     """norm(x) * silu(gate), for each group of channels apart."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        groups = zip(x.split(self.group_size, 1), self.weight.split(self.group_size), strict=True)
-        normed = torch.cat([rms_norm(part.contiguous(), weight, self.eps) for part, weight in groups], 1)
+        num_groups = len(self.weight) // self.group_size
+        groups = zip(x.chunk(num_groups, 1), self.weight.chunk(num_groups), strict=True)
+        normed = torch.cat([rms_norm(part, weight, self.eps) for part, weight in groups], 1)
         return swiglu(gate, normed)
 
 

@@ -90,6 +90,6 @@ class KimiDeltaAttention(DeltaRule):
 
     def finish(self, mixed: Tensor, gate: Tensor, batch: Batch) -> Tensor:
         channels, norm = self.heads.value_channels, self.o_norm
-        mixed_heads, gate_heads = (part.reshape(-1, channels) for part in (mixed, gate))
+        mixed_heads, gate_heads = (part.unflatten(1, (-1, channels)).flatten(0, 1) for part in (mixed, gate))
         normed = gated_rms_norm(mixed_heads, gate_heads, norm.weight, channels, norm.eps, gates_output=True)
-        return self.o_proj(normed.view(mixed.shape), batch)
+        return self.o_proj(normed.unflatten(0, (-1, self.heads.num_value_heads)).flatten(1), batch)

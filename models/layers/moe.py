@@ -220,7 +220,7 @@ class Router(Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return float32 [T, N] of x [T, E]."""
-        return self.product(x.float()[:, None], self._one_head)[:, 0]
+        return self.product(x.float().unflatten(1, (1, -1)), self._one_head).flatten(1)
 
 
 class SparseMoeBlock(Module):

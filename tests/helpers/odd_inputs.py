@@ -22,6 +22,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
 from kernels.short_conv import short_conv
+from kernels.sigmoid_gate import sigmoid_gate
 from kernels.soft_cap import soft_cap
 from kernels.ssd import ssd
 from kernels.swiglu import swiglu
@@ -185,6 +186,9 @@ CASES: dict[str, Case] = {
         take_channels(at(waves(rows, channels)), at(torch.arange(channels).flip(0)))
     ],
     "swiglu": lambda rows, channels, at: [swiglu(at(waves(rows, channels)), at(waves(rows, channels) / 2))],
+    "sigmoid_gate": lambda rows, channels, at: [
+        sigmoid_gate(at(waves(rows, channels)), at(waves(rows, gates) / 2)) for gates in (1, channels)
+    ],
     "rope": lambda rows, channels, at: [
         rope(at(waves(rows, 3, channels)), at(waves(rows, channels // 2)), at(waves(rows, channels // 2)))
     ],

@@ -26,6 +26,7 @@ from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_nor
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
 from kernels.short_conv.triton import short_conv
+from kernels.sigmoid_gate.triton import sigmoid_gate
 from kernels.ssd.triton import ssd
 from kernels.swiglu.triton import swiglu, swiglu_quantize
 from tests.helpers.cache_formats import NAMES, formats_of
@@ -97,6 +98,8 @@ def rows() -> None:
     gated_rms_norm(x, x, x[0], 4096, 1e-5)
     gated_rms_norm(x, x, x[0], 512, 1e-5)
     gated_rms_norm(x, x, x[0], 128, 1e-5, True)
+    sigmoid_gate(x, x)
+    sigmoid_gate(x, x[:, :1])
     layer_norm(x, x[0], x[0], 1e-5)
     layer_norm(x, None, None, 1e-5)
     gelu(x)

@@ -43,6 +43,7 @@ from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
 from kernels.short_conv import short_conv
+from kernels.sigmoid_gate import sigmoid_gate
 from kernels.soft_cap import soft_cap
 from kernels.ssd import ssd
 from kernels.swiglu import swiglu, swiglu_quantize
@@ -144,6 +145,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "layer_norm": lambda x: layer_norm(x, NORM, None, 1e-5),
     "layer_norm_quantize": lambda x: layer_norm_quantize(x, NORM, NORM, 1e-5, torch.int8, None),
     "swiglu": lambda x: swiglu(*x.chunk(2, dim=-1)),
+    "sigmoid_gate": lambda x: sigmoid_gate(*x.chunk(2, dim=-1)),
     "matmul": lambda x: matmul(x, UP),
     "matmul_swiglu": lambda x: matmul_swiglu(x, UP, UP),
     "lora_add": adapted,

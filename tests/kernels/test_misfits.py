@@ -28,6 +28,7 @@ from kernels.quantize_rows import QuantizedActivations
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
+from kernels.sigmoid_gate import sigmoid_gate
 from kernels.swiglu import swiglu
 from tests.helpers.cases import each
 from tests.helpers.odd_inputs import caches, waves
@@ -111,6 +112,8 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "norm to codes, fewer weights": lambda: rms_norm_quantize(waves(2, FAR), waves(4), 1e-5, torch.int8, None),
     "gated norm of one row of gates": lambda: [gated_rms_norm(waves(FAR, 4), waves(1, 4), waves(4), 2, 1e-5)],
     "gated norm of groups that do not fit": lambda: [gated_rms_norm(waves(2, 4), waves(2, 4), waves(4), 3, 1e-5)],
+    "sigmoid gate of fewer rows": lambda: [sigmoid_gate(waves(FAR, 4), waves(1, 4))],
+    "sigmoid gate of another dtype": lambda: [sigmoid_gate(waves(FAR, 4), waves(FAR, 4).to(HALF))],
     "rope of fewer angles": lambda: [rope(waves(FAR, 2, 8), waves(1, 4), waves(1, 4))],
     "rope of more angles than channels": lambda: [rope(waves(5, 2, 8), waves(5, 40), waves(5, 40))],
     "rope of fewer sines": lambda: [rope(waves(FAR, 2, 8), waves(FAR, 4), waves(1, 1))],

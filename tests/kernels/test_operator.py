@@ -16,6 +16,7 @@ import kernels.gated_rms_norm  # noqa: F401
 import kernels.gelu  # noqa: F401
 import kernels.round_channels  # noqa: F401
 import kernels.short_conv  # noqa: F401
+import kernels.sigmoid_gate  # noqa: F401
 import kernels.soft_cap  # noqa: F401
 import kernels.ssd  # noqa: F401
 import kernels.take_channels  # noqa: F401
@@ -89,6 +90,8 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.gated_rms_norm, rows, wide[:, 33:], weight, 11, 1e-5)
         opcheck(ops.gated_rms_norm, rows, wide[:, 33:], weight, 11, 1e-5, True)
+        opcheck(ops.sigmoid_gate, rows, wide[:, 33:])
+        opcheck(ops.sigmoid_gate, rows, wide[:, 33:34])
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
         opcheck(ops.rms_norm_quantize, rows, weight, 1e-5, torch.int8, None)

@@ -1,7 +1,8 @@
-"""swiglu compared with the formula in float64."""
+"""swiglu and sigmoid_gate compared with the formulas in float64."""
 
 import torch
 
+from kernels.sigmoid_gate import sigmoid_gate
 from kernels.swiglu import swiglu
 from kernels.threads import set_threads
 from tests.helpers.cases import each
@@ -19,6 +20,9 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
     gate, up = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
     expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
     torch.testing.assert_close(swiglu(gate, up).double(), expected, rtol=tolerance, atol=tolerance)
+    for gates in (gate, gate[:, :1]):
+        expected = up.double() * gates.double().sigmoid()
+        torch.testing.assert_close(sigmoid_gate(up, gates).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @any_way
@@ -29,6 +33,10 @@ def test_far_from_zero() -> None:
     assert result[4:8].tolist() == [0, 80, torch.tensor(1e30), torch.inf]
     torch.testing.assert_close(result[3].double(), torch.tensor(-80.0).double() * torch.tensor(-80.0).double().exp())
     assert result[8].isnan()
+    sigmoids = sigmoid_gate(torch.ones_like(gate), gate)[0]
+    assert sigmoids[:3].abs().max() < 1e-37
+    assert sigmoids[4:8].tolist() == [0.5, 1, 1, 1]
+    assert sigmoids[8].isnan()
 
 
 @any_way
@@ -48,3 +56,6 @@ def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads() -> None
     for threads in range(1, 5):
         set_threads(threads)
         assert torch.equal(swiglu(gate, up), alone)
+        for gates in (gate, gate[:, :1]):
+            parts = [sigmoid_gate(up[row : row + 1], gates[row : row + 1]) for row in range(len(up))]
+            assert torch.equal(sigmoid_gate(up, gates), torch.cat(parts))

@@ -12,6 +12,7 @@ from kernels.paged_attention.triton import paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
+from kernels.sigmoid_gate.triton import sigmoid_gate
 from kernels.swiglu.triton import swiglu
 from tests.helpers import odd_inputs as cases
 from tests.helpers.cases import each
@@ -29,6 +30,7 @@ KERNELS = {
         rms_norm,
         rope,
         rope_and_store,
+        sigmoid_gate,
         swiglu,
     )
 }

@@ -25,6 +25,8 @@ import kernels.rope.reference
 import kernels.rope.triton
 import kernels.short_conv.reference
 import kernels.short_conv.triton
+import kernels.sigmoid_gate.reference
+import kernels.sigmoid_gate.triton
 import kernels.ssd.reference
 import kernels.ssd.triton
 import kernels.swiglu.reference
@@ -89,12 +91,15 @@ def test_gelu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @each("dtype, shape", product(DTYPES, [(1, 1), (5, 80), (3, 1030)]))
-def test_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_swiglu_and_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the least overflows; halves of one matrix
     gate, up = both.chunk(2, dim=-1)
     assert_near(
         kernels.swiglu.triton.swiglu(*both.to(DEVICE).chunk(2, dim=-1)), kernels.swiglu.reference.swiglu(gate, up)
     )
+    for gates in (gate, gate[:, :1]):
+        result = kernels.sigmoid_gate.triton.sigmoid_gate(up.to(DEVICE), gates.to(DEVICE))
+        assert_near(result, kernels.sigmoid_gate.reference.sigmoid_gate(up, gates))
 
 
 @each("dtype, group_size", product([torch.int8, FP8], [None, 128]))
