@@ -16,13 +16,13 @@ from models.exported.runner.build import LIBRARY
 from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import REPOSITORY, all_logits
 from tests.helpers.cases import each
-from tests.helpers.exports import FLOATS, INT8, Exports, family_model
+from tests.helpers.exports import FLOATS, INT8, MIXTURES, Exports, family_model
 
 pytestmark = [
     pytest.mark.skipif(build.library() is None, reason="the kernels are not built here"),
     pytest.mark.long,  # compiling the program takes 14 s
 ]
-RECURRENT = "lfm2", "bamba", "granitemoehybrid", "mamba2", "nemotron_h"
+RECURRENT = "lfm2", "bamba", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "qwen3_5_text", "qwen3_next"
 STEPS = [[[*range(3, 43)], [9], [9], [10]], [[8], [9, 10, 11], [*range(20, 50)]]]
 
 
@@ -31,16 +31,20 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, name = tmp_path_factory.mktemp("built"), build.instruction_set()
     shutil.copyfile(build.compiled(name), folder / LIBRARY)
     flags = [*build.FLAGS, *build.INSTRUCTION_SETS[name][1], f'-DINSTRUCTION_SET="{name}"']
-    sources = "models/exported/runner/operators.cpp", "tests/helpers/runner_logits.cpp"
+    runner = REPOSITORY / "models/exported/runner"
+    sources = [*{*runner.glob("*.cpp")} - {runner / "main.cpp"}, REPOSITORY / "tests/helpers/runner_logits.cpp"]
     linked = ["-L", str(folder), f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
     made = folder / "runner_logits"
-    build.run([build.compiler(), *flags, *(str(REPOSITORY / source) for source in sources), "-o", str(made), *linked])
+    build.run([build.compiler(), *flags, *map(str, sources), "-o", str(made), *linked])
     return made
 
 
 @each(
     "family, dtype, quant",
-    [("llama3", DType.bfloat16, FLOATS), *product([*RECURRENT], [DType.float32, DType.bfloat16], [FLOATS, INT8])],
+    [
+        *product(["llama3", "mixtral", "qwen2_moe", "lfm2_moe", *MIXTURES], [DType.bfloat16], [FLOATS]),
+        *product([*RECURRENT], [DType.float32, DType.bfloat16], [FLOATS, INT8]),
+    ],
 )
 def test_logits_have_the_bits_of_the_model(
     family: str, dtype: DType, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path

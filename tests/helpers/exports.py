@@ -35,6 +35,10 @@ INT4 = QuantConfig(QuantScheme.int4, group_size=32)
 FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
 FAMILIES |= {name: partial(family.write, **family.variants[0]) for name, family in HYBRID.items()}
 """By name: a function that writes a model and returns its run. Every architecture is among them (test_kv_families)."""
+MIXTURES = {
+    f"{name} with experts": partial(HYBRID[name].write, **HYBRID[name].variants[1])
+    for name in ("granitemoehybrid", "nemotron_h")
+}
 OF_RUNNER = [
     "baichuan-13b",
     "baichuan-7b",
@@ -42,9 +46,11 @@ OF_RUNNER = [
     "bamba",
     "bloom",
     "chatglm3",
+    "falcon_h1",
     "gpt2",
     "granitemoehybrid",
     "lfm2",
+    "lfm2_moe",
     "llama3",
     "llama_tied_bias",
     "mamba2",
@@ -53,6 +59,8 @@ OF_RUNNER = [
     "opt",
     "qwen2",
     "qwen3",
+    "qwen3_5_text",
+    "qwen3_next",
 ]
 """Families that the C++ runner computes."""
 
@@ -124,8 +132,8 @@ def family_model(family: str, folder: Path, quant: QuantConfig = FLOATS) -> RunC
     """Write a family's model into a new folder and return a run of it, in bfloat16 if the C++ runner computes the
     family."""
     folder.mkdir()
-    FAMILIES[family](folder)
-    return run_of(folder, quant, DType.bfloat16 if family in OF_RUNNER else DType.float32)
+    (FAMILIES | MIXTURES)[family](folder)
+    return run_of(folder, quant, DType.bfloat16 if family in (*OF_RUNNER, *MIXTURES) else DType.float32)
 
 
 def on_export(run: RunConfig, folder: Path) -> RunConfig:

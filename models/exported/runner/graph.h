@@ -72,6 +72,7 @@ class Step {
   const Tensor *optional(std::string_view name) { return find(name) ? &tensor(name) : nullptr; }
   int64_t integer(std::string_view name, int64_t missing) { return find(name) ? find(name)->integer() : missing; }
   float number(std::string_view name, double missing) { return static_cast<float>(find(name) ? find(name)->number() : missing); }
+  bool flag(std::string_view name) { return find(name) && find(name)->flag(); }
   Type type(std::string_view name) { return static_cast<Type>((*this)[name].integer()); }
 
   // Returns a weight of the exported model, which is the same in every step. Raises Refused if the argument is another

@@ -19,6 +19,7 @@ struct Json {
   std::variant<std::nullptr_t, bool, int64_t, double, std::string, List, Object, size_t> value;
 
   bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
+  bool is_list() const { return std::holds_alternative<List>(value); }
   bool is_tensor() const { return std::holds_alternative<size_t>(value); }
   bool flag() const { return as<bool>("true or false"); }
   int64_t integer() const { return as<int64_t>("a whole number"); }

@@ -1,32 +1,12 @@
-// The functions that graphs may call. They call the kernels as kernels/*/__init__.py do. Arguments come from a file
-// that is not trusted: every function makes the checks that its kernel does not make.
+// The functions that graphs may call, except products. They call the kernels as kernels/*/__init__.py do. Arguments come
+// from a file that is not trusted: every function makes the checks that its kernel does not make.
 #include <algorithm>
 #include <cstring>
-#include <optional>
+#include <numeric>
 
-#include "../../../kernels/linear/block_weight.h"
-#include "../../../kernels/linear/compressed.h"
-#include "../../../kernels/linear/products.h"
-#include "graph.h"
-#include "kernels.h"
+#include "operators.h"
 
 namespace {
-
-void *const NONE = nullptr;
-
-void require_fit(bool holds) { require(holds, "its arguments do not have the expected shapes and types"); }
-
-bool is_of(const Tensor &x, Type type, const Sizes &shape) { return x.type == type && x.shape == shape; }
-
-bool is_integers(const Tensor &x, int64_t rank) { return x.type == Type::int64 && x.rank() == rank; }
-
-// Returns the tensor, after a check of its type and shape. A missing tensor has no address.
-Tensor checked_tensor(const Tensor *x, Type type, const Sizes &shape) {
-  require_fit(!x || is_of(*x, type, shape));
-  return x ? *x : Tensor();
-}
-
-Tensor like(const Tensor &x) { return empty(x.type, x.shape); }
 
 // Returns the number of an axis, which may be negative to count from the end.
 int64_t axis_of(const Tensor &x, int64_t axis) {
@@ -54,11 +34,8 @@ Tensor rows_of(const Tensor &table, const Tensor &numbers) {
   shape[0] = numbers.shape[0];
   const Tensor out = empty(table.type, shape);
   const int64_t bytes = count_of({shape.begin() + 1, shape.end()}) * bytes_of(table.type);
-  for (int64_t i = 0; i < shape[0]; ++i) {
-    const int64_t row = numbers.as<int64_t>()[i];
-    require(row >= 0 && row < table.shape[0], "row " + std::to_string(row) + " of a table of " + std::to_string(table.shape[0]));
-    std::memcpy(out.data + i * bytes, table.data + row * bytes, bytes);
-  }
+  require_indices(numbers, table.shape[0]);
+  for (int64_t i = 0; i < shape[0]; ++i) std::memcpy(out.data + i * bytes, table.data + numbers.as<int64_t>()[i] * bytes, bytes);
   return out;
 }
 
@@ -113,6 +90,29 @@ void chunk(Step &step) {
   require_fit(count > 0 && step["chunks"].integer() == count);
   set_parts(step, [&](int64_t size) { return Sizes(count, size / count); });
 }
+void cat(Step &step) {
+  const auto &parts = step["tensors"].list();
+  require_fit(!parts.empty());
+  Tensor out = step.tensor(parts[0]);
+  const int64_t axis = axis_of(out, step.integer("dim", 0)), outer = count_of({out.shape.begin(), out.shape.begin() + axis});
+  Sizes lengths;
+  for (const Json &part : parts) {
+    const Tensor &x = step.tensor(part);
+    require_fit(x.rank() == out.rank());
+    Sizes shape = out.shape;
+    shape[axis] = x.shape[axis];
+    require_fit(is_of(x, out.type, shape));
+    lengths.push_back(x.shape[axis]);
+  }
+  const int64_t inner = count_of({out.shape.begin() + axis + 1, out.shape.end()}) * bytes_of(out.type);
+  out.shape[axis] = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+  out = empty(out.type, out.shape);
+  uint8_t *to = out.data;
+  for (int64_t i = 0; i < outer; ++i)
+    for (size_t part = 0; part < lengths.size(); to += lengths[part++] * inner)
+      std::memcpy(to, step.tensor(parts[part]).data + i * lengths[part] * inner, lengths[part] * inner);
+  step.set_result(0, out);
+}
 void narrow_part(Step &step) {
   const Tensor &x = step.tensor("self");
   step.set_result(0, narrow(x, axis_of(x, step["dim"].integer()), step["start"].integer(), step["length"].integer()));
@@ -124,26 +124,33 @@ std::vector<float> to_floats(const Tensor &x) {
   return numbers;
 }
 
-// Returns a tensor like x with the results of compute(number of x, index), rounded to its type.
-template <class Compute> void set_each(Step &step, const Tensor &x, const Compute &compute) {
+// Sets a tensor of x's shape and of `type` with the results of compute(number of x, index).
+template <class Compute> void set_each(Step &step, const Tensor &x, Type type, const Compute &compute) {
   std::vector<float> numbers = to_floats(x);
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = compute(numbers[i], i);
-  const Tensor out = like(x);
-  write_floats(out.data, dtype_of(x.type), 0, x.count(), numbers.data());
+  const Tensor out = empty(type, x.shape);
+  write_floats(out.data, dtype_of(type), 0, x.count(), numbers.data());
   step.set_result(0, out);
 }
 
 void relu(Step &step) {
-  set_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
+  const Tensor &x = step.tensor("self");
+  set_each(step, x, x.type, [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
 }
 
-// Combines the numbers of `self` with a number, or with the numbers of a tensor of the same shape.
+void to(Step &step) {
+  set_each(step, step.tensor("self"), step.type("dtype"), [](float number, size_t) { return number; });
+}
+
+// Combines the numbers of `self` with a number, or with the numbers of a tensor that has its last axes.
 template <class Combine> void set_combined(Step &step, const Combine &combine) {
   const Tensor &x = step.tensor("self");
   if (!step["other"].is_tensor())
-    return set_each(step, x, [&, number = step.number("other", 0)](float left, size_t) { return combine(left, number); });
-  const std::vector<float> others = to_floats(checked_tensor(&step.tensor("other"), x.type, x.shape));
-  set_each(step, x, [&](float left, size_t i) { return combine(left, others[i]); });
+    return set_each(step, x, x.type, [&, number = step.number("other", 0)](float left, size_t) { return combine(left, number); });
+  const Tensor &other = step.tensor("other");
+  require_fit(other.count() > 0 && other.rank() <= x.rank() && std::equal(other.shape.rbegin(), other.shape.rend(), x.shape.rbegin()));
+  const std::vector<float> others = to_floats(other);
+  set_each(step, x, x.type == other.type ? x.type : Type::float32, [&](float left, size_t i) { return combine(left, others[i % others.size()]); });
 }
 
 void add(Step &step) {
@@ -203,14 +210,20 @@ void swiglu(Step &step) {
   step.set_result(0, out);
 }
 
+void sigmoid_gate(Step &step) {
+  const Tensor &x = step.tensor("x"), &gate = step.tensor("gate"), out = like(x);
+  require_fit(x.rank() == 2 && x.count() > 0 && (gate.shape == x.shape || gate.shape == Sizes{x.shape[0], 1}) && gate.type == x.type);
+  call_kernel("sigmoid_gate", x.data, gate.data, out.data, dtype_of(x.type), x.shape[0], x.shape[1], gate.shape[1]);
+  step.set_result(0, out);
+}
+
 void gated_rms_norm(Step &step) {
   const Tensor &x = step.tensor("x"), gate = checked_tensor(&step.tensor("gate"), x.type, x.shape), out = like(x);
   const int64_t group_size = step["group_size"].integer();
-  const bool gates_output = step.find("gates_output") && step["gates_output"].flag();
   require_fit(x.rank() == 2 && x.count() > 0 && group_size > 0 && x.last() % group_size == 0);
   const Tensor weight = checked_tensor(&step.tensor("weight"), x.type, {x.last()});
   call_kernel("gated_rms_norm", x.data, gate.data, weight.data, out.data, dtype_of(x.type), x.shape[0], x.last(), x.last(), x.last(), group_size,
-              step.number("eps", 0), gates_output);
+              step.number("eps", 0), step.flag("gates_output"));
   step.set_result(0, out);
 }
 
@@ -218,10 +231,7 @@ void take_channels(Step &step) {
   const Tensor &x = step.tensor("x"), &order = step.tensor("order");
   require_fit(x.rank() == 2 && x.count() > 0 && is_integers(order, 1) && order.count() > 0);
   const Tensor out = empty(x.type, {x.shape[0], order.shape[0]});
-  for (int64_t i = 0; i < order.shape[0]; ++i) {
-    const int64_t channel = order.as<int64_t>()[i];
-    require(channel >= 0 && channel < x.shape[1], "channel " + std::to_string(channel) + " of a tensor with " + std::to_string(x.shape[1]));
-  }
+  require_indices(order, x.shape[1]);
   call_kernel("take_channels", x.data, x.shape[1], order.data, out.data, bytes_of(x.type), x.shape[0], order.shape[0]);
   step.set_result(0, out);
 }
@@ -267,9 +277,8 @@ void rope_and_store(Step &step) {
   require_fit(cos.type == key.type && cos.rank() == 2 && cos.shape[0] == count && cos.shape[1] * 2 <= keys.channels);
   const Tensor query_norm = checked_tensor(step.optional("query_norm"), key.type, {keys.channels});
   const Tensor key_norm = checked_tensor(step.optional("key_norm"), key.type, {keys.channels}), out = like(query);
-  const bool is_interleaved = step.find("interleaved") && step["interleaved"].flag();
   call_kernel("rope_and_store", query.data, key.data, value.data, query.shape[1] * query.shape[2], size_of(keys), size_of(values), query.shape[1],
-              cos.data, sin.data, cos.shape[1], is_interleaved, query_norm.data, key_norm.data, step.number("eps", 0), out.data,
+              cos.data, sin.data, cos.shape[1], step.flag("interleaved"), query_norm.data, key_norm.data, step.number("eps", 0), out.data,
               &keys, &values, slots.data, count);
   step.set_result(0, out);
 }
@@ -313,150 +322,49 @@ void short_conv(Step &step) {
   step.set_result(0, out);
 }
 
-// The shapes bound head_channels and num_heads before they are multiplied.
-void ssd(Step &step) {
-  const auto [states, starts, reads, writes, ends, num_tokens] = Sequence(step);
-  constexpr int64_t COLUMNS = 32, MAX_ROWS = 256;  // of a panel (kernels/state_panels)
-  const int64_t head_channels = step["head_channels"].integer(), group = step["group"].integer();
-  require_fit(states.type == Type::float32 && states.rank() == 5 && head_channels > 0 && group > 0);
-  const int64_t num_heads = states.shape[1], num_panels = states.shape[2], rows = states.shape[3];
-  require_fit(num_heads > 0 && num_panels == (head_channels - 1) / COLUMNS + 1 && rows > 0 && rows <= MAX_ROWS && states.last() == COLUMNS);
-  const Tensor xbc = step.tensor("xbc"), dt = checked_tensor(&step.tensor("dt"), xbc.type, {num_tokens, num_heads});
-  const int64_t size = num_heads * head_channels, num_groups = xbc.rank() == 2 ? (xbc.last() - size) / (2 * rows) : 0;
-  require_fit(num_groups > 0 && (num_heads - 1) / group < num_groups && is_of(xbc, xbc.type, {num_tokens, size + 2 * num_groups * rows}));
-  Tensor of_heads[3], out = empty(xbc.type, {num_tokens, size});
-  for (size_t i = 0; const char *name : {"dt_bias", "decay_log", "skip"}) of_heads[i++] = checked_tensor(&step.tensor(name), Type::float32, {num_heads});
-  call_kernel("ssd", xbc.data, dt.data, of_heads[0].data, of_heads[1].data, of_heads[2].data, states.data, starts.data, reads.data, writes.data,
-              ends.data, out.data, dtype_of(xbc.type), int64_t{1}, num_heads, num_groups, rows, head_channels, group, step.number("min_step", 0),
-              step.number("max_step", 0));
-  step.set_result(0, out);
-}
+// A sequence whose state is a matrix for each head. The shapes bound its numbers before they are multiplied.
+struct MatrixSequence : Sequence {
+  int64_t num_heads, rows, columns, group, size;  // size: of all heads' outputs
 
-// ---- products
-
-struct Packed {
-  const uint8_t *memory = nullptr;
-  bool is_compressed = false;
-  int64_t num_outputs = 0, num_inputs = 0;
-  Format format = {};
+  MatrixSequence(Step &step, const char *columns_name) : Sequence(step), columns(step[columns_name].integer()), group(step["group"].integer()) {
+    constexpr int64_t COLUMNS = 32, MAX_ROWS = 256;  // of a panel (kernels/state_panels)
+    require_fit(states.type == Type::float32 && states.rank() == 5 && columns > 0 && group > 0);
+    num_heads = states.shape[1], rows = states.shape[3], size = num_heads * columns;
+    const bool fits = states.shape[2] == (columns - 1) / COLUMNS + 1 && rows > 0 && rows <= MAX_ROWS && states.last() == COLUMNS;
+    require_fit(num_heads > 0 && fits);
+  }
+  // Returns the number of groups of `rows` channels, of which x has two for each; the outputs' channels are in x, too.
+  int64_t num_groups(const Tensor &x) const {
+    const int64_t count = x.rank() == 2 ? (x.last() - size) / (2 * rows) : 0;
+    require_fit(count > 0 && is_of(x, x.type, {num_tokens, size + 2 * count * rows}));
+    return count;
+  }
 };
 
-void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &layout) {
-  const int64_t count = (bytes - layout.exception(0)) / static_cast<int64_t>(sizeof(Exception));
-  require_fit(count >= layout.num_tiles && bytes == layout.exception(count));
-  std::vector<uint32_t> starts(layout.num_tiles);
-  std::memcpy(starts.data(), memory + layout.start(0), starts.size() * sizeof(uint32_t));
-  Exception last;
-  std::memcpy(&last, memory + layout.exception(count - 1), sizeof last);
-  require(*std::max_element(starts.begin(), starts.end()) < count && last.index == std::numeric_limits<uint32_t>::max(),
-          "the exceptions of compressed weights have no end");
-}
-
-// Checks the properties and the bytes of a weight in ggml's blocks.
-void require_blocks(const Format &format, int64_t num_tiles, int64_t num_inputs, int64_t bytes) {
-  with_kind(format.codes, [&](auto kind) {
-    using Kind = decltype(kind);
-    require_fit(format.group_size == Kind::group && format.has_zeros == Kind::has_minimums && num_inputs % Kind::block == 0);
-    require_fit(bytes == num_tiles * (num_inputs / Kind::block) * Kind::block_bytes + Kind::has_global_scale * int64_t{sizeof(double)});
-  });
-}
-
-// Returns a weight [N, K], in the layout of float_weight.py for floats of `type`, of int_weight.py or of
-// block_weight.py. Raises Refused if a kernel would read out of bounds. Its properties are the arguments
-// PREFIX_num_outputs and so on; `number` is the index of the weight if they are lists.
-Packed packed(Step &step, Type type, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
-  const auto argument = [&](const char *name) -> const Json & {
-    const Json &value = step[prefix + name];
-    if (number) require_fit(*number < value.list().size());
-    return number ? value.list()[*number] : value;
-  };
-  const Tensor &weight = step.weight(argument("_memory"));
-  const int64_t num_outputs = argument("_num_outputs").integer(), num_inputs = argument("_num_inputs").integer();
-  const Format format{argument("_group_size").integer(), static_cast<Codes>(argument("_codes").integer()), argument("_has_zero_points").flag()};
-  const Packed packed{weight.data, format.codes == Codes::none && weight.type == Type::uint8, num_outputs, num_inputs, format};
-  if (step.call.is_checked) return packed;
-  constexpr int64_t MOST = 1 << 24;
-  require_fit(num_outputs > 0 && num_outputs < MOST && num_inputs > 0 && num_inputs < MOST);
-  const int64_t per_step = type == Type::bfloat16 ? 2 : 1, group = format.group_size, bytes = weight.count();
-  const Compressed layout{divide_up(num_outputs, LANES), divide_up(num_inputs, per_step)};
-  if (format.codes == Codes::none && !packed.is_compressed) return require_fit(is_of(weight, type, {layout.num_tiles, layout.num_steps, LANES, per_step})), packed;
-  require_fit(weight.type == Type::uint8);
-  if (packed.is_compressed) return require_fit(type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
-  require_fit(group > 0 && group <= num_inputs);
-  if (format.codes >= Codes::q4_1 && format.codes <= Codes::nvfp4) return require_blocks(format, layout.num_tiles, num_inputs, bytes), packed;
-  const int64_t numbers = layout.num_tiles * LANES * divide_up(num_inputs, group), bits = format.codes == Codes::int8 ? 8 : 4;
-  require_fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
-  require_fit(group == num_inputs || group == 128 || group == 64 || group == 32);
-  require_fit(bytes == layout.num_tiles * LANES * divide_up(num_inputs, 8) * bits + (format.has_zeros ? 5 : 4) * numbers);
-  return packed;
-}
-
-// Returns a weight for rows x [M, K].
-Packed packed_for(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
-  const Packed weight = packed(step, x.type, prefix, number);
-  require_fit(weight.num_inputs == x.shape[1]);
-  return weight;
-}
-
-bool are_alike(const Format &a, const Format &b) { return a.group_size == b.group_size && a.codes == b.codes && a.has_zeros == b.has_zeros; }
-
-// Returns the rows of a product, which are to_floats. The codes of a8w8 are not supported.
-Tensor rows_to_multiply(Step &step) {
-  require(!step.find("x_scales") && !step.find("x_group_size"),
-          "the runner does not support 8-bit activations: export weights in ggml's blocks with quant.block_activations=none");
-  const Tensor x = step.tensor("x_codes");
-  require_fit(x.rank() == 2 && x.count() > 0 && step.type("x_dtype") == x.type);
-  return x;
-}
-
-void matmul_together(Step &step) {
-  const Tensor x = rows_to_multiply(step);
-  const size_t count = step["weights_memory"].list().size();
-  const auto &biases = step["biases"].list();
-  Packed weights[3];
-  Tensor bias[3], out[3];
-  require_fit(count > 0 && count <= 3 && biases.size() == count);
-  for (size_t i = 0; i < count; ++i) {
-    weights[i] = packed_for(step, x, "weights", i);
-    require_fit(are_alike(weights[0].format, weights[i].format));
-    bias[i] = checked_tensor(biases[i].is_null() ? nullptr : &step.tensor(biases[i]), x.type, {weights[i].num_outputs});
-    out[i] = empty(x.type, {x.shape[0], weights[i].num_outputs});
-  }
-  const auto &[a, b, c] = weights;
-  call_kernel("matmul", x.data, NONE, int64_t{0}, dtype_of(x.type), x.shape[0], x.shape[1], a.format.group_size, a.format.codes, a.format.has_zeros,
-              a.memory, a.is_compressed, bias[0].data, out[0].data, a.num_outputs, b.memory, b.is_compressed, bias[1].data, out[1].data, b.num_outputs,
-              c.memory, c.is_compressed, bias[2].data, out[2].data, c.num_outputs);
-  for (size_t i = 0; i < count; ++i) step.set_result(i, out[i]);
-}
-
-void matmul_swiglu(Step &step) {
-  const Tensor x = rows_to_multiply(step);
-  const Packed gate = packed_for(step, x, "gate"), up = packed_for(step, x, "up");
-  require_fit(are_alike(gate.format, up.format) && gate.num_outputs == up.num_outputs);
-  const Tensor gate_bias = checked_tensor(step.optional("gate_bias"), x.type, {gate.num_outputs});
-  const Tensor up_bias = checked_tensor(step.optional("up_bias"), x.type, {up.num_outputs}), out = empty(x.type, {x.shape[0], gate.num_outputs});
-  call_kernel("matmul_swiglu", x.data, NONE, int64_t{0}, dtype_of(x.type), x.shape[0], x.shape[1], gate.format.group_size, gate.format.codes,
-              gate.format.has_zeros, gate.memory, gate.is_compressed, gate_bias.data, up.memory, up.is_compressed, up_bias.data, out.data, gate.num_outputs);
+void ssd(Step &step) {
+  const MatrixSequence of(step, "head_channels");
+  const Tensor xbc = step.tensor("xbc"), dt = checked_tensor(&step.tensor("dt"), xbc.type, {of.num_tokens, of.num_heads});
+  const int64_t num_groups = of.num_groups(xbc);
+  require_fit((of.num_heads - 1) / of.group < num_groups);
+  Tensor of_heads[3], out = empty(xbc.type, {of.num_tokens, of.size});
+  for (size_t i = 0; const char *name : {"dt_bias", "decay_log", "skip"}) of_heads[i++] = checked_tensor(&step.tensor(name), Type::float32, {of.num_heads});
+  call_kernel("ssd", xbc.data, dt.data, of_heads[0].data, of_heads[1].data, of_heads[2].data, of.states.data, of.starts.data, of.reads.data,
+              of.writes.data, of.ends.data, out.data, dtype_of(xbc.type), int64_t{1}, of.num_heads, num_groups, of.rows, of.columns, of.group,
+              step.number("min_step", 0), step.number("max_step", 0));
   step.set_result(0, out);
 }
 
-void linear(Step &step) {
-  const Tensor x = step.tensor("x"), weight = step.tensor("weight");
-  require_fit(x.rank() == 2 && x.count() > 0 && weight.rank() == 2 && weight.type == x.type && weight.shape[1] == x.shape[1] && weight.count() > 0);
-  const int64_t num_outputs = weight.shape[0];
-  const Tensor bias = checked_tensor(step.optional("bias"), x.type, {num_outputs}), out = empty(x.type, {x.shape[0], num_outputs});
-  call_kernel("linear", x.data, dtype_of(x.type), int64_t{1}, x.shape[0], x.shape[1], weight.data, weight.count(), weight.shape[1], int64_t{1},
-              bias.data, out.data, num_outputs);
-  step.set_result(0, out);
-}
-
-void take_rows(Step &step) {
-  const Type type = step.type("dtype");
-  const Packed weight = packed(step, type, "weight");
-  const Tensor numbers = checked_tensor(&step.tensor("numbers"), Type::int64, {step.tensor("numbers").count()});
-  const Tensor out = empty(type, {numbers.count(), weight.num_inputs});
-  call_kernel("take_rows", weight.memory, weight.is_compressed, weight.format.group_size, weight.format.codes, weight.format.has_zeros,
-              weight.num_outputs, weight.num_inputs, numbers.data, numbers.count(), dtype_of(type), out.data);
+void gated_delta(Step &step) {
+  const MatrixSequence of(step, "value_channels");
+  const Tensor qkv = step.tensor("qkv"), write_gate = checked_tensor(&step.tensor("write_gate"), qkv.type, {of.num_tokens, of.num_heads});
+  const int64_t num_key_heads = of.num_groups(qkv), num_decays = step.tensor("decay_bias").count() > of.num_heads ? of.rows : 1;
+  const Tensor decay = checked_tensor(&step.tensor("decay"), qkv.type, {of.num_tokens, of.num_heads * num_decays});
+  const Tensor decay_log = checked_tensor(&step.tensor("decay_log"), Type::float32, {of.num_heads});
+  const Tensor decay_bias = checked_tensor(&step.tensor("decay_bias"), Type::float32, {of.num_heads * num_decays});
+  const Tensor out = empty(qkv.type, {of.num_tokens, of.size});
+  call_kernel("gated_delta", qkv.data, decay.data, write_gate.data, decay_log.data, decay_bias.data, of.states.data, of.starts.data, of.reads.data,
+              of.writes.data, of.ends.data, out.data, dtype_of(qkv.type), int64_t{1}, of.num_heads, num_key_heads, of.rows, of.columns, of.group,
+              num_decays);
   step.set_result(0, out);
 }
 
@@ -466,12 +374,15 @@ Operator find_operator(const std::string &target) {
   static const std::map<std::string, Operator> OPERATORS = {
       {"aten.embedding.default", embedding}, {"aten.index.Tensor", index}, {"aten.unflatten.int", unflatten}, {"aten.flatten.using_ints", flatten},
       {"aten.unbind.int", unbind}, {"aten.split_with_sizes.default", split_with_sizes}, {"aten.chunk.default", chunk},
-      {"aten.narrow.default", narrow_part}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"quintet.rms_norm.default", rms_norm},
+      {"aten.narrow.default", narrow_part}, {"aten.cat.default", cat}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"aten.to.dtype", to}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
       {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv}, {"quintet.ssd.default", ssd}, {"quintet.gated_rms_norm.default", gated_rms_norm},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear},
-      {"quintet.take_rows.default", take_rows}};
+      {"quintet.take_rows.default", take_rows}, {"quintet.matmul_per_head.default", matmul_per_head},
+      {"quintet.grouped_matmul.default", grouped_matmul}, {"quintet.route.default", route}, {"quintet.route_corrected.default", route_corrected},
+      {"quintet.group_rows.default", group_rows}, {"quintet.combine_rows.default", combine_rows}, {"quintet.sigmoid_gate.default", sigmoid_gate},
+      {"quintet.gated_delta.default", gated_delta}};
   constexpr std::string_view LIBRARIES = "torch.ops.";
   const auto entry = target.starts_with(LIBRARIES) ? OPERATORS.find(target.substr(LIBRARIES.size())) : OPERATORS.end();
   return entry == OPERATORS.end() ? nullptr : entry->second;
