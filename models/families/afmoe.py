@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.quantize_rows import Activations
+from kernels.sigmoid_gate import sigmoid_gate
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
@@ -19,7 +20,6 @@ from models.decoder import BranchNormLayer, DecoderLM, WindowedConfig, read_deco
 from models.families.gemma2 import FULL, SLIDING, layer_windows
 from models.families.olmo2 import IN_FLOAT32
 from models.layers.attention import attend
-from models.layers.gate import sigmoid
 from models.layers.grouped_moe import GroupedMoE, Routing, read_routing
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
@@ -94,7 +94,7 @@ class Attention(decoder.Attention):
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(self.q_norm(query), self.k_norm(key), value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, window=self.window)
-        return self.o_proj(attended * sigmoid(batch.attending(self.gate_proj(x, batch))), batch)
+        return self.o_proj(sigmoid_gate(attended, batch.attending(self.gate_proj(x, batch))), batch)
 
 
 class FullAttention(Attention, decoder.NoPEAttention):

@@ -142,7 +142,7 @@ class Gemma4(CausalLM):
     def __init__(self, c: Gemma4Config) -> None:
         super().__init__(c)
         self.model = Decoder(c)
-        self.lm_head = CappedHead(c, self.model.embed_tokens)
+        self.lm_head = CappedHead(self.model.embed_tokens, c.tie_word_embeddings, c.final_logit_softcapping)
         self.rotary = RotaryByLayer(c.rotary, c.sliding_rotary)
 
     @property

@@ -126,7 +126,8 @@ class Attention(decoder.Attention):
             return query * factors
         # The norm has no weight, so that it may come before the rotation, which keeps the length of a vector.
         weight = None if self._norm_weight is None else self._norm_weight.on(query.device).to(query.dtype)
-        return rope_and_store(query, key, value, *inputs.angles, *cache, batch.slots, True, weight, weight, self._eps)
+        angles: Angles = inputs.angles
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots, True, weight, weight, self._eps)
 
 
 class Mixture(Module):

@@ -77,7 +77,7 @@ def _kimi_change(module: str, leaf: str, shape: KimiLinearConfig, layout: Tensor
 
 def split_keys_and_values(tensor: Tensor, heads: int, sizes: tuple[int, int], part: int) -> Tensor:
     """Return [H, L, N] for keys (part 0) or [H, D, L] for values (part 1) of kv_b_proj [H * (N + D), L]."""
-    half = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)[part]
+    half: Tensor = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)[part]
     return half if part else half.transpose(1, 2).contiguous()
 
 
