@@ -94,7 +94,7 @@ class Attention(decoder.Attention):
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(self.q_norm(query), self.k_norm(key), value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, window=self.window)
-        return self.o_proj(sigmoid_gate(attended, batch.attending(self.gate_proj(x, batch))), batch)
+        return self.project(sigmoid_gate(attended, batch.attending(self.gate_proj(x, batch))), batch)
 
 
 class FullAttention(Attention, decoder.NoPEAttention):

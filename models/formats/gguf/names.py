@@ -68,7 +68,7 @@ class TensorLayout:
     def expert_names(self, name: str, count: int) -> list[str] | None:
         """Return the names of the modules of experts that a tensor [count, ...] holds; None for other tensors."""
         match = EXPERTS_NAME.fullmatch(name)
-        if match is None or (match[2] not in self.in_expert and match[2] not in self.joined_in_expert):
+        if match is None or match[2] not in {*self.in_expert, *self.joined_in_expert}:
             return None
         modules = self.joined_in_expert.get(match[2]) or (self.in_expert[match[2]],)
         return [self._expert_name(match[1], i, module) for i in range(count) for module in modules]
