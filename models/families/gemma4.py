@@ -135,7 +135,7 @@ class Gemma4(CausalLM):
     config: Gemma4Config
     layout = ModelLayout(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
-        replicated=("per_layer_input_gate", "per_layer_projection", "proj"),
+        replicated=("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection", "proj"),
         scale_fold_targets={"down_proj": "up_proj"},  # the norm of the values would undo a fold into v_proj
     )
 

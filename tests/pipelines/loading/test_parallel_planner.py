@@ -52,7 +52,7 @@ from pipelines.ranks.rank_context import layout_of
 from tests.bench.gpu_rows import CONFIGS as GPU_CONFIGS
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.cases import each
-from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, write_other
 from tests.helpers.command import run
 from tests.helpers.published_models import DEEPSEEK_V3, LLAMA_405B, MIXTRAL_8X22B, write_config
 
@@ -254,6 +254,13 @@ def check_ranks(
         assert cost.cache_bytes == sum(tensor.nbytes for tensor in cache.tensors)
         models.append(rank_model)
     return models
+
+
+@pytest.mark.long
+def test_layers_with_different_caches_have_the_bytes_that_are_reckoned(tmp_path: Path) -> None:
+    write_other(tmp_path, "gemma4")
+    for tp, pp in ((1, 2), (2, 1), (2, 2)):
+        check_ranks(tmp_path, QuantConfig(), tp, pp)
 
 
 @pytest.mark.long
