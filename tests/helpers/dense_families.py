@@ -57,28 +57,7 @@ LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 16,
 }
-XIELU = {"hidden_act": "xielu", "rope_parameters": {"rope_type": "default", "rope_theta": 12e6}}
 DENSE = {
-    "apertus": Family(
-        "ApertusForCausalLM",
-        sizes={**BASE, **XIELU},
-        variants=[
-            {},
-            {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 1},
-            {"attention_bias": True, "rms_norm_eps": 1e-3, "num_key_value_heads": 4},
-        ],
-        refused=[
-            ({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'xielu'"),
-            ({"post_norm": True}, "post_norm=True is not supported: only None, False"),
-            ({"rope_parameters": None}, "rope_parameters is missing"),
-            THREE_KEYS,
-        ],
-    ),
-    "bitnet": Family(
-        "BitNetForCausalLM",
-        variants=[{}, {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}],
-        refused=[({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'relu2'"), THREE_KEYS],
-    ),
     "arcee": Family(
         "ArceeForCausalLM",
         variants=[{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 8}],

@@ -1,9 +1,32 @@
-"""The table of dense architectures with LayerNorms, or norms without weights, and rotary attention: one row per architecture."""
+"""The table of dense architectures with LayerNorms, or with other norms or activations than Llama's: one row per
+architecture."""
 
-from tests.helpers.family import FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
+from tests.helpers.dense_families import LLAMA3
+from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
 
 NOT_RELU2 = ({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'relu2'")
+XIELU = {"hidden_act": "xielu", "rope_parameters": {"rope_type": "default", "rope_theta": 12e6}}
 WITH_LAYER_NORMS = {
+    "apertus": Family(
+        "ApertusForCausalLM",
+        sizes={**BASE, **XIELU},
+        variants=[
+            {},
+            {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            {"attention_bias": True, "rms_norm_eps": 1e-3, "num_key_value_heads": 4},
+        ],
+        refused=[
+            ({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'xielu'"),
+            ({"post_norm": True}, "post_norm=True is not supported: only None, False"),
+            ({"rope_parameters": None}, "rope_parameters is missing"),
+            THREE_KEYS,
+        ],
+    ),
+    "bitnet": Family(
+        "BitNetForCausalLM",
+        variants=[{}, {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}],
+        refused=[NOT_RELU2, THREE_KEYS],
+    ),
     "jais2": Family(
         "Jais2ForCausalLM",
         variants=[{}, {"attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-3, "head_dim": 8}],
