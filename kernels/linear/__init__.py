@@ -49,6 +49,7 @@ __all__ = [
     "pack_blocks",
     "pack_codes",
     "pack_float8",
+    "take_rows",
 ]
 
 

@@ -10,8 +10,15 @@ from kernels.collectives import nodes
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gelu import gelu, gelu_tanh
 from kernels.layer_norm import layer_norm, layer_norm_quantize
-from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together, take_rows
-from kernels.linear.plain import linear, linear_per_head
+from kernels.linear import (
+    grouped_matmul,
+    linear,
+    linear_per_head,
+    matmul_per_head,
+    matmul_swiglu,
+    matmul_together,
+    take_rows,
+)
 from kernels.lora import lora_add
 from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.quantize_rows import quantize_rows

@@ -5,6 +5,7 @@ compute.
 """
 
 from pipelines.engine.engine import Engine, ProbeResult
+from pipelines.engine.kv_cache import slot_cost
 from pipelines.engine.request import Completion, Output, Request, SamplingParams, Sequence
 
-__all__ = ["Completion", "ProbeResult", "Engine", "Output", "Request", "SamplingParams", "Sequence"]
+__all__ = ["Completion", "ProbeResult", "Engine", "Output", "Request", "SamplingParams", "Sequence", "slot_cost"]

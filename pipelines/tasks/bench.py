@@ -25,8 +25,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.tasks import BenchConfig
 from models.tokenizers import Tokenizer
-from pipelines.engine import Engine
-from pipelines.engine.kv_cache import slot_cost
+from pipelines.engine import Engine, slot_cost
 from pipelines.jobs import report
 from pipelines.jobs.data_files import ROWS, DataFile, find_file
 from pipelines.jobs.prompt_encoder import PromptEncoder

@@ -10,8 +10,7 @@ from conf.schema import RunConfig, Weights
 from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
 from models.heads import HeadKind
-from pipelines.engine import Engine
-from pipelines.engine.kv_cache import slot_cost
+from pipelines.engine import Engine, slot_cost
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
 from pipelines.loading.embedder import Embedder
