@@ -54,10 +54,12 @@ OPERATOR(matmul_swiglu, (const void *x, const float *scales, int64_t scale_strid
 }
 
 // Multiplies rows starts[i] to starts[i + 1] - 1 by weights[i]. If ups is not null, the result is silu of this product
-// times the product with ups[i]. A weight without rows is not read.
+// times the product with ups[i]. If biases [weights, outputs] of x's dtype is not null, it is added. A weight without
+// rows is not read.
 OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_inputs, int64_t group_size,
                           Codes codes, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
-                          const bool *ups_compressed, const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs)) {
+                          const bool *ups_compressed, const void *biases, const int64_t *starts, void *out, int64_t num_weights,
+                          int64_t num_outputs)) {
   const Rows rows{x, scales, scale_stride, dtype, starts[num_weights], num_inputs};
   auto &products = cleared_products();
   for (int64_t i = 0; i < num_weights; ++i) {
@@ -65,7 +67,8 @@ OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stri
     void *to = static_cast<char *>(out) + starts[i] * num_outputs * rows.out_bytes();
     Weight up{};
     if (ups) up = {ups[i], ups_compressed[i], nullptr};
-    if (num_rows) products.push_back({rows.part(starts[i], num_rows), {{{weights[i], compressed[i], nullptr}, up, to, num_outputs}}});
+    const void *bias = biases ? static_cast<const char *>(biases) + i * num_outputs * rows.out_bytes() : nullptr;
+    if (num_rows) products.push_back({rows.part(starts[i], num_rows), {{{weights[i], compressed[i], bias}, up, to, num_outputs}}});
   }
   multiply({group_size, codes, has_zeros}, products);
 }

@@ -237,13 +237,21 @@ def matmul_swiglu(
     return out
 
 
-def _check_grouped(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> None:
+def _check_grouped(
+    x: Activations,
+    weights: WeightGroup,
+    starts: Tensor,
+    ups: WeightGroup | None = None,
+    biases: Tensor | None = None,
+) -> None:
     first, count = weights.first, len(weights.weights)
     _check(x, [first], [None])
     if (starts.shape, starts.dtype) != ((count + 1,), torch.int64):
         raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {count} weights")
     if isinstance(x, QuantizedActivations) and len(x.scales) != len(x):
         raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: grouped weights need one scale per row")
+    if biases is not None:
+        _check_biases(x, weights, ups, biases)
     if ups is None:
         return
     _check(x, [first, ups.first], [None, None])
@@ -252,7 +260,21 @@ def _check_grouped(x: Activations, weights: WeightGroup, starts: Tensor, ups: We
         raise ValueError(f"gates {gate_text}, but ups {up_text}")
 
 
-def _grouped_matmul(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:
+def _check_biases(x: Activations, weights: WeightGroup, ups: WeightGroup | None, biases: Tensor) -> None:
+    if ups is not None:
+        raise ValueError("biases of gates are not supported: leave out ups or biases")
+    shape = len(weights.weights), weights.first.num_outputs
+    if biases.shape != shape or biases.dtype != x.dtype or not biases.is_contiguous() or biases.is_cpu != x.is_cpu:
+        raise ValueError(f"biases {list(biases.shape)} of {biases.dtype}, not {list(shape)} of {x.dtype}, side by side")
+
+
+def _grouped_matmul(
+    x: Activations,
+    weights: WeightGroup,
+    starts: Tensor,
+    ups: WeightGroup | None = None,
+    biases: Tensor | None = None,
+) -> Tensor:
     ends, outs = starts.tolist(), []
     width = weights.first.num_outputs
     before, after = (torch.empty(num_rows, width, dtype=x.dtype) for num_rows in (ends[0], len(x) - ends[-1]))
@@ -261,7 +283,7 @@ def _grouped_matmul(x: Activations, weights: WeightGroup, starts: Tensor, ups: W
         part = (
             replace(x, codes=x.codes[rows], scales=x.scales[rows]) if isinstance(x, QuantizedActivations) else x[rows]
         )
-        y = portable.matmul(part, weight, None)
+        y = portable.matmul(part, weight, None if biases is None else biases[i])
         outs.append(y if ups is None else swiglu(y, portable.matmul(part, ups.weights[i], None)))
     return torch.cat([before, *outs, after])
 
@@ -272,11 +294,17 @@ def _empty_grouped(x: Activations, weights: WeightGroup, *_: Any) -> Tensor:
 
 @operator(_grouped_matmul, fake=_empty_grouped, check=_check_grouped, parts={"x": ROWS, "weights": GROUP, "ups": GROUP})
 def grouped_matmul(
-    cpp: Library, x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None
+    cpp: Library,
+    x: Activations,
+    weights: WeightGroup,
+    starts: Tensor,
+    ups: WeightGroup | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Return [M, N] in x's dtype: rows starts[i] to starts[i + 1] - 1 of x [M, K] times weight number i transposed.
 
-    Int8 rows have one scale each. With `ups` the weights are gates, as in `matmul_swiglu`. starts int64 [weights + 1]
+    Int8 rows have one scale each. With `ups` the weights are gates, as in `matmul_swiglu`. Without `ups`, biases
+    [weights, N] of x's dtype are added. starts int64 [weights + 1]
     is on the CPU, with values from 0 to M. Rows before starts[0] and from starts[-1] on are undefined. The result is
     bit-identical to `matmul` and `matmul_swiglu`. A weight without rows is not read.
 
@@ -297,6 +325,7 @@ def grouped_matmul(
         weights.addresses,
         weights.are_compressed,
         *((None, None) if ups is None else (ups.addresses, ups.are_compressed)),
+        None if biases is None else biases.data_ptr(),
         starts.data_ptr(),
         out.data_ptr(),
         len(weights.weights),

@@ -54,21 +54,33 @@ def paged_attention(
         distance = torch.arange(length, device=q.device) - position  # [Q, L], above 0 for later tokens
         if alibi_slopes is not None:
             scores = scores + alibi_slopes.unflatten(0, (groups, -1))[:, :, None, None] * distance
-        hidden = distance > 0
-        if prefix_lengths is not None:
-            hidden &= torch.arange(length, device=q.device) >= prefix_lengths[s]
-        if window is not None:
-            hidden |= distance <= -window
-        if chunk is not None:
-            hidden |= torch.arange(length, device=q.device) < position // chunk * chunk
-        scores = scores.masked_fill(hidden, -torch.inf)
-        weights = scores.softmax(-1)  # [G, H/G, Q, L]
-        if sinks is not None:
-            sums = scores.logsumexp(-1, keepdim=True)
-            weights = weights * (sums - sinks.unflatten(0, (groups, -1))[:, :, None, None]).sigmoid()
-        weights = weights.to(q.dtype)
+        hidden = _hidden(distance, position, window, chunk, None if prefix_lengths is None else prefix_lengths[s])
+        weights = _softmax(scores.masked_fill(hidden, -torch.inf), sinks).to(q.dtype)  # [G, H/G, Q, L]
         output[starts[s] : starts[s + 1]] = _weighted(weights, values, hidden)
     return output
+
+
+def _hidden(
+    distance: Tensor, position: Tensor, window: int | None, chunk: int | None, prefix_length: Tensor | None
+) -> Tensor:
+    """Return whether a token at `position` [Q, 1] does not attend to a key [L], by their distance [Q, L]."""
+    hidden = distance > 0
+    if prefix_length is not None:
+        hidden &= torch.arange(distance.shape[1], device=distance.device) >= prefix_length
+    if window is not None:
+        hidden |= distance <= -window
+    if chunk is not None:
+        hidden |= distance + position < position // chunk * chunk
+    return hidden
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [G, H/G, Q, L] over the last axis and one more score per head, without its weight."""
+    weights = scores.softmax(-1)
+    if sinks is None:
+        return weights
+    sums = scores.logsumexp(-1, keepdim=True)
+    return weights * (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
 
 
 def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:

@@ -86,9 +86,8 @@ def paged_attention(
     grid = (token_blocks, head_blocks, splits)
     _attend[grid](query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps)
     if splits > 1:
-        size = triton.next_power_of_2(value_channels)
-        counts = (num_tokens, num_sequences, num_heads, value_channels)
-        _join[(num_tokens, num_heads)](parts, sums, where[1], where[-1], output, *counts, splits, size, num_warps=4)
+        counts = (num_tokens, num_sequences, num_heads, value_channels, splits, triton.next_power_of_2(value_channels))
+        _join[(num_tokens, num_heads)](parts, sums, where[1], where[-1], output, *counts, num_warps=4)
     return output
 
 
@@ -267,6 +266,14 @@ def _exponents(
     return tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
 
 
+@triton.jit
+def _with_sink(total, highest, sinks, head, mask, SPLITS: tl.constexpr):
+    """Add the sinks' weights [R] to the sums of weights; with several splits, `_join` does."""
+    if SPLITS == 1 and sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, mask=mask, other=0.0) * LOG2_E - highest)
+    return total
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _attend(
     query,
@@ -346,8 +353,7 @@ def _attend(
     seen_end = tl.minimum(length, tl.maximum(first_position + TOKENS, prefix))
     first_tile, last_tile = _tiles(first_position, seen_end, split, window, chunk, POSITIONS, SPLITS)
 
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    highest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, VALUE], tl.float32)
     if key_static:
         key_scales += group
@@ -379,8 +385,7 @@ def _attend(
         attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
         highest = higher
 
-    if SPLITS == 1 and sinks is not None:
-        total += tl.exp2(tl.load(sinks + head, mask=mask, other=0.0) * LOG2_E - highest)
+    total = _with_sink(total, highest, sinks, head, mask, SPLITS)
     attended /= tl.where(total == 0, 1.0, total)[:, None]
     channel = tl.arange(0, VALUE)
     place = (split * num_tokens.to(tl.int64) + query_row) * (groups * heads) + head  # [R]

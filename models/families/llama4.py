@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.moe import route_corrected
-from models import decoder
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
+from models.decoder import Attention as DecoderAttention
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.families.smollm3 import read_turns
 from models.layers.constant import Constant
@@ -111,7 +111,7 @@ class StepInputs(NamedTuple):
     """Of layers without rotation, [T, 1, 1] in the model's dtype."""
 
 
-class Attention(decoder.Attention):
+class Attention(DecoderAttention):
     def __init__(self, c: Llama4Config, turns: bool, chunk: int | None) -> None:
         super().__init__(c, None, c.attention_bias, c.attention_bias)
         self.chunk, self._turns, self._eps = chunk, turns, c.rms_norm_eps

@@ -17,6 +17,8 @@ from models.layers.named_parts import NamedParts
 
 class MLP(NamedParts):
     names = ("gate_proj", "up_proj", "down_proj")
+    activation: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Returns the input of the last layer from gate and up, [T, F] each. None: silu(gate) * up."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, down_bias: bool | None = None
@@ -38,17 +40,18 @@ class MLP(NamedParts):
 
     def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         down = self.parts[-1]
-        result: Tensor = down(self.gate_up.swiglu(x, batch, [down]), batch)
+        if self.activation is None:
+            inner = self.gate_up.swiglu(x, batch, [down])
+        else:
+            inner = self.activation(*self.gate_up(x, batch))
+        result: Tensor = down(inner, batch)
         return result
 
 
 class GELUMLP(MLP):
     """`MLP` with GELU, approximated by tanh, instead of silu."""
 
-    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
-        gate, up = self.gate_up(x, batch)  # [T, F] each
-        down: Linear = self.parts[-1]
-        return down(gelu_tanh(gate, up), batch)
+    activation = staticmethod(gelu_tanh)
 
 
 class FusedMLP(NamedParts):
@@ -71,6 +74,11 @@ class FusedMLP(NamedParts):
         gate, up = gate_up(x, batch).chunk(2, dim=-1)  # [T, F] each
         result: Tensor = down(swiglu_for([down], gate, up), batch)
         return result
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    positive = relu(x)
+    return positive * positive
 
 
 class UngatedMLP(NamedParts):
@@ -107,11 +115,6 @@ class SquaredReluMLP(UngatedMLP):
 
     def __init__(self, channels: int, intermediate_size: int, bias: bool) -> None:
         super().__init__(channels, intermediate_size, bias, squared_relu)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    positive = relu(x)
-    return positive * positive
 
 
 GELUS: dict[str, Callable[[Tensor], Tensor]] = {

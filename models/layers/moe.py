@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts per token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,10 +20,10 @@ from models.config import ConfigReader
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.missing import MissingLayer
-from models.layers.mlp import GELUMLP, MLP, SquaredReluMLP, squared_relu
+from models.layers.mlp import MLP, UngatedMLP
 from models.layers.module import Module
 from models.layers.per_head import PerHead
-from models.layers.tensor_parallel import ExpertParallel, RowParallelGather, RowParallelReduce
+from models.layers.tensor_parallel import ExpertParallel
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Experts(nn.ModuleList):
     the other. With the C++ kernels, a token's bits never depend on the other tokens.
     """
 
-    def __init__(self, experts: Iterable[MLP | SquaredReluMLP], num_experts_per_tok: int) -> None:
+    def __init__(self, experts: Iterable[MLP | UngatedMLP], num_experts_per_tok: int) -> None:
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
         self._merged: MergedExperts | StackedExperts | None = None
@@ -96,21 +96,18 @@ class Experts(nn.ModuleList):
         parts = [*map(list, zip(*(self[number].parts for number in self._local_experts), strict=True))]
         layers, methods = [*chain(*parts)], [[layer.method for layer in same] for same in parts]
         *first_methods, down_methods = methods  # gates and ups, or ups alone
-        has_bias = any(layer.bias is not None for layer in layers)
-        is_gelu = isinstance(self[self._local_experts.start], GELUMLP)
-        if has_bias or not are_alike([*chain(*first_methods)]) or not are_alike(down_methods):
+        if not are_alike([*chain(*first_methods)]) or not are_alike(down_methods):
             return
+        expert = self[self._local_experts.start]
+        assert isinstance(expert, MLP | UngatedMLP)
+        activation: Callable[..., Tensor] | None = expert.activation if isinstance(expert, MLP) else expert.act_fn
+        is_plain_swiglu = activation is None and all(layer.bias is None for layer in layers)
         row_parallel = parts[-1][0].row_parallel
         if all(method.gpu_weight is None for method in chain(*methods)):
-            if all(method.input_scale is None for method in chain(*methods)):
-                self._merged = MergedExperts(first_methods, down_methods, len(self), is_gelu, row_parallel)
-        elif (
-            len(methods) == 3
-            and not is_gelu
-            and can_stack(*methods)
-            and row_parallel is None
-            and self._expert_parallel is None
-        ):
+            can_merge = is_plain_swiglu or activation is not None
+            if can_merge and all(method.input_scale is None for method in chain(*methods)):
+                self._merged = MergedExperts(parts, len(self), activation)
+        elif is_plain_swiglu and can_stack(*methods) and row_parallel is None and self._expert_parallel is None:
             self._merged = StackedExperts(*methods)
             for layer, method in zip(layers, self._merged.methods, strict=True):
                 layer.method = method
@@ -148,39 +145,36 @@ class Experts(nn.ModuleList):
 class MergedExperts:
     """Experts on a CPU. The kernels multiply each expert's rows by its own weight in one call."""
 
-    def __init__(
-        self,
-        firsts: list[list[LinearMethod]],
-        downs: list[LinearMethod],
-        num_experts: int,
-        is_gelu: bool,
-        row_parallel: RowParallelGather | RowParallelReduce | None = None,
-    ) -> None:
-        """`firsts`: the methods of gates and of ups, or of the ups of `SquaredReluMLP`s.
+    def __init__(self, parts: list[list[Linear]], num_experts: int, activation: Callable[..., Tensor] | None) -> None:
+        """`parts`: gates, ups and downs, or ups and downs of `UngatedMLP`s.
 
         `num_experts`: of the whole layer, even if the lists hold only a rank's experts.
-        `is_gelu`: of gated experts, whether the gate is GELU instead of silu.
-        `row_parallel`: of each of `downs`.
+        `activation`: of each expert. None: as of `MLP`, for layers without biases.
         """
-        self._is_gelu = is_gelu
-        self._first, self._down, self._count, self._row_parallel = firsts[0][0], downs[0], num_experts, row_parallel
-        self._first_weights, self._down_weights = [_group(methods) for methods in firsts], _group(downs)
+        *firsts, downs = parts
+        self._first, self._down, self._row_parallel = firsts[0][0].method, downs[0].method, downs[0].row_parallel
+        self._count, self._activation = num_experts, activation
+        self._first_weights, self._down_weights = [_group(layers) for layers in firsts], _group(downs)
+        self._first_biases = [_biases(layers) for layers in firsts]
+        adds_bias = self._row_parallel is None or self._row_parallel.adds_bias
+        self._down_biases = _biases(downs) if adds_bias else None
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Return the output [R, E] of each row's expert. Rows of expert i begin at starts[i], int64 [N + 1].
 
         Rows of experts on other ranks get undefined values.
         """
-        first, *ups = self._first_weights
-        rows_to_multiply = self._first.quantized(rows, self._count)
-        if self._is_gelu:
-            inner = gelu_tanh(*(grouped_matmul(rows_to_multiply, group, starts) for group in (first, *ups)))
+        x = self._first.quantized(rows, self._count)
+        if self._activation is None:
+            gates, ups = self._first_weights
+            inner = grouped_matmul(x, gates, starts, ups)
         else:
-            inner = grouped_matmul(rows_to_multiply, first, starts, *ups)
-            inner = inner if ups else squared_relu(inner)  # else the kernel multiplied by silu(gate)
+            firsts = zip(self._first_weights, self._first_biases, strict=True)
+            inner = self._activation(*(grouped_matmul(x, weights, starts, None, biases) for weights, biases in firsts))
         if self._row_parallel is not None:
             inner = self._row_parallel.gather_inputs(inner)
-        parts = grouped_matmul(self._down.quantized(inner, self._count), self._down_weights, starts)
+        down_inputs = self._down.quantized(inner, self._count)
+        parts = grouped_matmul(down_inputs, self._down_weights, starts, None, self._down_biases)
         return parts if self._row_parallel is None else self._row_parallel.combine_outputs(parts)
 
 
@@ -263,8 +257,14 @@ def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[Li
     )
 
 
-def _group(methods: list[LinearMethod]) -> WeightGroup:
-    return WeightGroup([weight for method in methods if isinstance(weight := method.weight, PackedWeight)])
+def _group(layers: list[Linear]) -> WeightGroup:
+    return WeightGroup([weight for layer in layers if isinstance(weight := layer.method.weight, PackedWeight)])
+
+
+def _biases(layers: list[Linear]) -> Tensor | None:
+    """Return the biases [layers, O]. None: the layers have none."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return torch.stack(biases) if biases else None
 
 
 def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:

@@ -174,6 +174,9 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "linear_per_head": lambda x: linear_per_head(x.unflatten(1, (4, 16)), TABLE[:32].view(4, 32, 16)),
     "matmul_per_head": lambda x: matmul_per_head(x.unflatten(1, (4, 16)), HEADS),
     "grouped_matmul": lambda x: grouped_matmul(x, MATRICES, group_rows(x, CHOSEN, 3)[1]),
+    "grouped_matmul with biases": lambda x: grouped_matmul(
+        x, MATRICES, group_rows(x, CHOSEN, 3)[1], None, TABLE.view(-1)[: 3 * UP.num_outputs].view(3, -1)
+    ),
     "grouped_matmul of ints": lambda x: grouped_matmul(x, CODED, group_rows(x, CHOSEN, 3)[1]),
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),
     "all_finite": lambda x: all_finite(x / x[0, 0]),

@@ -179,6 +179,10 @@ def test_grouped_product_has_the_bits_of_single_ones(starts: list[int], dtype: t
         single = [products.matmul(x[a:b], w) for a, b, w in zip(starts, starts[1:], packed, strict=False)]
         assert torch.equal(result, torch.cat(single))
         weights = products.WeightGroup(packed)
+        biases = randn(len(packed), num_outputs, dtype=dtype)
+        result = products.grouped_matmul(x, weights, torch.tensor(starts), biases=biases)
+        ranges = zip(starts, starts[1:], packed, biases, strict=False)
+        assert torch.equal(result, torch.cat([products.matmul(x[a:b], w, bias) for a, b, w, bias in ranges]))
         result = products.grouped_matmul(x, weights, torch.tensor(starts), products.WeightGroup(packed[::-1]))
         both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
         assert torch.equal(result, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
@@ -224,8 +228,12 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
     assert torch.equal(result, torch.cat([products.matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
     codes, scales = quantize_rows(x)
     rows = QuantizedActivations(codes, scales, x.dtype)
-    result = products.grouped_matmul(rows, weights, torch.tensor(starts))
-    single = [products.matmul(QuantizedActivations(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in expert_ranges]
+    biases = randn(len(packed), num_outputs, dtype=x.dtype)
+    result = products.grouped_matmul(rows, weights, torch.tensor(starts), biases=biases)
+    single = [
+        products.matmul(QuantizedActivations(codes[a:b], scales[a:b], x.dtype), w, bias)
+        for (a, b, w), bias in zip(expert_ranges, biases, strict=True)
+    ]
     assert torch.equal(result, torch.cat(single))
 
 
@@ -268,6 +276,10 @@ def test_refuses_gates_and_partners_that_differ() -> None:
         products.grouped_matmul(x, dense[17], starts, one)
     with pytest.raises(ValueError, match="cannot be multiplied by a weight of 63 inputs"):
         products.grouped_matmul(x, dense[17], starts, narrow)
+    with pytest.raises(ValueError, match=r"biases \[1, 17\] of torch.float32, not \[2, 17\] of torch.float32"):
+        products.grouped_matmul(x, dense[17], starts, biases=randn(1, 17))
+    with pytest.raises(ValueError, match="biases of gates are not supported"):
+        products.grouped_matmul(x, dense[17], starts, dense[17], randn(2, 17))
     coded = {n: products.pack_codes(torch.ones(n, 64, dtype=torch.int8), torch.ones(n, 1), None, 8) for n in (17, 18)}
     weights = products.WeightGroup([coded[17]] * 2)
     with pytest.raises(ValueError, match="gates 2 of 17 outputs, but ups 2 of 18 outputs"):

@@ -142,6 +142,8 @@ def test_products(opcheck: Check, dtype: torch.dtype) -> None:
             group_of = GROUP.take(products.WeightGroup(weights[:1] * 2))
             for ups in (GROUP.take(None), group_of):
                 opcheck(ops.grouped_matmul, *rows, *group_of, torch.tensor([0, 2, 5]), *ups)
+            biases = randn(2, sizes[0], dtype=dtype)
+            opcheck(ops.grouped_matmul, *rows, *group_of, torch.tensor([0, 2, 5]), *GROUP.take(None), biases)
 
 
 @best_and_torch
