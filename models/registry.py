@@ -107,6 +107,7 @@ ARCHITECTURES = {
         "gpt_neox.GPTNeoX",
         ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
     ),
+    "gpt_oss": Architecture("gpt-oss", "gpt_oss.read_config", "gpt_oss.GptOss"),
     "gptj": Architecture("GPT-J", "gptj.read_config", "gptj.GPTJ", MASKS),
     "granite": Architecture("Granite 3", "granite.read_config", "granite.Granite"),
     "granitemoe": Architecture("Granite 3 MoE", "granite_moe.read_config", "granite_moe.GraniteMoe"),

@@ -1,15 +1,16 @@
-"""Split the three-dimensional expert tensors of a checkpoint into one matrix for each layer of each expert.
+"""Split the tensors of a checkpoint that join all experts of a layer into tensors of each expert.
 
 N experts, E hidden channels, F channels of an expert.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from models.formats import mxfp4
 from models.formats.base import ExpectedTensors, RangedFile, WeightFile
 from models.sharding import Shard
 
@@ -22,53 +23,67 @@ JOINED = (
 Some files on the hub store the inputs first: [N, E, 2F] and [N, F, E].
 """
 
+GPT_OSS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The parts of gpt-oss's experts, whose outputs alternate.
+
+Its tensors are `gate_up_proj` [N, E, 2F] and `down_proj` [N, F, E], or both in MXFP4: `_blocks` uint8
+[N, 2F, E / 32, 16], `_scales` uint8 [N, 2F, E / 32]. `_bias` is [N, 2F] and [N, E].
+"""
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """The position of an expert's matrix in a joined tensor."""
+class _Part:
+    """The position of a tensor of an expert in a joined tensor."""
 
     joined: str
     expert: int
-    first: int
-    """Index of its first output among the expert's outputs in the joined tensor."""
-    shape: tuple[int, int]
+    outputs: slice
+    """Its outputs among the expert's outputs in the joined tensor."""
+    shape: Shape
     is_transposed: bool
+    scales: str | None = None
+    """The joined tensor of scales, if `joined` is in MXFP4."""
 
 
 class SplitFile:
-    """A file with one matrix for each layer of each expert. It reads one expert of a joined tensor at a time."""
+    """A file with the tensors of each expert. It reads one expert of a joined tensor at a time."""
 
-    def __init__(self, file: RangedFile, matrices: dict[str, _Matrix]) -> None:
-        """`matrices`: by the names that this file gives them."""
-        self._file, self._matrices = file, matrices
+    def __init__(self, file: RangedFile, parts: dict[str, _Part], holders: Mapping[str, RangedFile]) -> None:
+        """`parts`: by the names that this file gives them. `holders`: the file of each tensor of scales."""
+        self._file, self._parts, self._holders = file, parts, holders
         self.path, self.is_mapped = file.path, file.is_mapped
-        joined = {matrix.joined for matrix in matrices.values()}
+        joined = {part.joined for part in parts.values()} | holders.keys()
         self.shapes = {name: shape for name, shape in file.shapes.items() if name not in joined}
-        self.shapes |= {name: matrix.shape for name, matrix in matrices.items()}
+        self.shapes |= {name: part.shape for name, part in parts.items()}
         self.dtypes = {name: dtype for name, dtype in file.dtypes.items() if name not in joined}
-        self.dtypes |= {name: file.dtypes[matrix.joined] for name, matrix in matrices.items()}
+        self.dtypes |= {
+            name: file.dtypes[part.joined] if part.scales is None else torch.bfloat16 for name, part in parts.items()
+        }
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            if name in self._matrices:
-                yield name, self._read(self._matrices[name])
+            if name in self._parts:
+                yield name, self._read(self._parts[name])
             else:
                 yield from self._file.read([name])
 
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
-        if name not in self._matrices:
+        if name not in self._parts:
             return self._file.read_ranges(name, shard)
-        matrix = self._read(self._matrices[name])
+        tensor = self._read(self._parts[name])
         return torch.cat(
-            [matrix.narrow(shard.axis, indices.start, len(indices)) for indices in shard.ranges], shard.axis
+            [tensor.narrow(shard.axis, indices.start, len(indices)) for indices in shard.ranges], shard.axis
         )
 
-    def _read(self, matrix: _Matrix) -> Tensor:
-        expert = self._file.read_ranges(matrix.joined, Shard(0, (range(matrix.expert, matrix.expert + 1),)))[0]
-        oriented = expert.T if matrix.is_transposed else expert
-        rows = oriented.narrow(0, matrix.first, matrix.shape[0])
+    def _read(self, part: _Part) -> Tensor:
+        only = Shard(0, (range(part.expert, part.expert + 1),))
+        expert = self._file.read_ranges(part.joined, only)[0]
+        rows = (expert.T if part.is_transposed else expert)[part.outputs]
+        if part.scales is not None:
+            scales = self._holders[part.scales].read_ranges(part.scales, only)[0]
+            return mxfp4.decode(rows, scales[part.outputs], f"{self.path}: {part.scales}")
         # Without a copy, the view would keep the whole expert in memory.
         return rows.clone(memory_format=torch.contiguous_format)
 
@@ -79,28 +94,75 @@ def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[We
     Raises UserError if a file with joined experts cannot read parts of a tensor.
     """
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
-    return [_split(file, shapes, expected) for file in files]
+    parts = [
+        {name: part for joined in file.shapes for name, part in _parts_of(joined, shapes, expected)} for file in files
+    ]
+    if not any(parts):
+        return files
+    scales = {part.scales for of_file in parts for part in of_file.values()}
+    holders = {name: _ranged(file) for file in files for name in file.shapes if name in scales}
+    return [_split(*both, shapes, holders) for both in zip(files, parts, strict=True)]
 
 
-def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors) -> WeightFile:
-    matrices = {
-        name: matrix for joined_name in file.shapes for name, matrix in _matrices_of(joined_name, shapes, expected)
-    }
-    if not matrices:
+def _split(
+    file: WeightFile, parts: dict[str, _Part], shapes: dict[str, Shape], holders: Mapping[str, RangedFile]
+) -> WeightFile:
+    if not parts and not holders.keys() & file.shapes.keys():
         return file
-    if duplicate := next((name for name in matrices if name in shapes), None):
+    if duplicate := next((name for name in parts if name in shapes), None):
         raise UserError(
-            f"{file.path} holds {duplicate} in {matrices[duplicate].joined}, but the checkpoint also has it as a tensor of its own"
+            f"{file.path} holds {duplicate} in {parts[duplicate].joined}, but the checkpoint also has it as a tensor of its own"
         )
+    return SplitFile(_ranged(file), parts, holders)
+
+
+def _ranged(file: WeightFile) -> RangedFile:
     if not isinstance(file, RangedFile):
         raise UserError(
             f"{file.path} joins experts in one tensor, which only safetensors files support: convert it to safetensors"
         )
-    return SplitFile(file, matrices)
+    return file
 
 
-def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Matrix]]:
-    """Yield the names and matrices in a tensor; nothing if it does not hold experts."""
+def _parts_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Part]]:
+    """Yield the names and parts of a tensor; nothing if it does not hold experts."""
+    prefix = name.rpartition(".experts.")[0]
+    if f"{prefix}.experts.0.gate_proj.bias" in expected:
+        yield from _gpt_oss_parts(name, prefix, shapes, expected)
+    else:
+        yield from _matrices_of(name, shapes, expected)
+
+
+def _gpt_oss_parts(
+    name: str, prefix: str, shapes: dict[str, Shape], expected: ExpectedTensors
+) -> Iterator[tuple[str, _Part]]:
+    channels, hidden = expected[f"{prefix}.experts.0.gate_proj.weight"].shape
+    sizes = {"gate_up_proj": (2 * channels, hidden), "down_proj": (hidden, channels)}
+    for joined, layers in GPT_OSS.items():
+        outputs, inputs = sizes[joined]
+        stem = f"{prefix}.experts.{joined}"
+        blocks = outputs, inputs // mxfp4.BLOCK
+        forms = {  # by name: the tensor's shape without experts, the part, its inputs, whether it is transposed, its scales
+            stem: ((inputs, outputs), "weight", (inputs,), True, None),
+            f"{stem}_bias": ((outputs,), "bias", (), False, None),
+            f"{stem}_blocks": ((*blocks, mxfp4.BLOCK // 2), "weight", (inputs,), False, f"{stem}_scales"),
+        }
+        if name not in forms:
+            continue
+        shape, part, inner, is_transposed, scales = forms[name]
+        if shapes[name][1:] != shape or (scales is not None and shapes.get(scales) != (shapes[name][0], *blocks)):
+            continue
+        for expert in range(shapes[name][0]):
+            for number, layer in enumerate(layers):
+                own_shape = outputs // len(layers), *inner
+                rows = slice(number, None, len(layers))
+                yield (
+                    f"{prefix}.experts.{expert}.{layer}.{part}",
+                    _Part(name, expert, rows, own_shape, is_transposed, scales),
+                )
+
+
+def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Part]]:
     suffixes = next((pair for pair in JOINED if name.endswith(pair)), ("", ""))
     prefix = name.removesuffix(suffixes[0]).removesuffix(suffixes[1])
     gate = expected.get(f"{prefix}.experts.0.gate_proj.weight")
@@ -124,4 +186,5 @@ def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors)
         layers = {"gate_proj": (0, (channels, hidden)), "up_proj": (channels, (channels, hidden))}
     for expert in range(shapes[name][0]):
         for layer, (first, shape) in layers.items():
-            yield f"{prefix}.experts.{expert}.{layer}.weight", _Matrix(name, expert, first, shape, is_transposed)
+            rows = slice(first, first + shape[0])
+            yield f"{prefix}.experts.{expert}.{layer}.weight", _Part(name, expert, rows, shape, is_transposed)

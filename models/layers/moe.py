@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.gelu import gelu_tanh
 from kernels.linear import PackedWeight, WeightGroup, grouped_matmul
 from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route

@@ -195,6 +195,11 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "vocab_size": 50257,
     },
     "gptj": GPTJ,
+    "gpt_oss": {
+        **{**LLAMA, "head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 4},
+        **{"intermediate_size": 768, "num_local_experts": 16, "num_experts_per_tok": 4, "vocab_size": 100352},
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+    },
     "granitemoe": {**LLAMA, **GRANITE_MOE},
     "granitemoeshared": {**LLAMA, **GRANITE_MOE, "shared_intermediate_size": 1024},
     "mpt": {"d_model": 1536, "n_heads": 12, "n_layers": 16, "vocab_size": 50432},

@@ -20,6 +20,15 @@ LONGROPE = {
     **{"short_mscale": 1.2, "long_mscale": 1.3, "rope_theta": 1e4, "original_max_position_embeddings": 60},
 }
 MISTRAL4 = DEEPSEEK | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
 EXPERTS = {
@@ -103,6 +112,30 @@ EXPERTS = {
             ({"mlp_layer_types": [1, 2, 3]}, r"mlp_layer_types=\[1, 2, 3\] is not 3 times 'dense' or 'sparse'"),
             ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
             ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts of topk_group=1 groups"),
+        ],
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        sizes={
+            **BASE,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+        variants=[
+            {},
+            {"layer_types": [FULL, SLIDING], "num_experts_per_tok": 6, "tie_word_embeddings": True},
+            {"attention_bias": False, "swiglu_limit": 0.1, "swiglu_alpha": 1.2, "num_key_value_heads": 1},
+        ],
+        read=[({"initial_context_length": 4096, "experts_per_token": 2}, {"swiglu_limit": 7.0})],
+        refused=[
+            NOT_SILU,
+            ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than num_local_experts=6"),
+            ({"rope_parameters": None}, "rope_parameters is missing"),
+            ({"layer_types": ["chunked_attention"] * 2}, "is not 2 times 'sliding_attention' or 'full_attention'"),
+            ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 is not a number from 1e-30"),
         ],
     ),
     "granitemoe": Family(

@@ -6,7 +6,7 @@ NOT_SUPPORTED = {
         axk1 biogpt cohere2_moe cohere_compass_text ctrl dbrx flex_olmo gpt_neox_japanese hy_v3 iquestcoder kolibri1 mellum
         modernbert-decoder openai-gpt persimmon phi4_multimodal vaultgemma xglm youtu
         """,
-    "attention sinks and another form of layers": "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+    "attention sinks and another form of layers": "flint granite_swa granitemoe_swa mimo_v2_flash",
     "four streams of hidden states (AltUp)": "gemma3n gemma3n_text",
     "attention to tokens that an indexer chooses": """
         axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text

@@ -27,7 +27,7 @@ from tests.helpers.divided import (
 )
 from tests.helpers.tiers import in_turn, tiers
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "v2", "v3", "ernie4_5_moe", "glm4_moe", "minimax_m2")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "v2", "v3", "ernie4_5_moe", "glm4_moe", "minimax_m2", "gpt_oss")
 PROMPTS = [[*range(3, 40)], [5], [7, 3]]  # of one token, which leaves ranks without a row
 
 

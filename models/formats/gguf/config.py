@@ -177,6 +177,21 @@ def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of gpt-oss, whose yarn does not truncate. llama.cpp has no key for it, and truncates."""
+    shape, read = rotary_decoder(file), file.read
+    read.expect("expert_feed_forward_length", (shape["intermediate_size"],), shape["intermediate_size"])
+    scaling = shape["rope_scaling"]
+    return shape | {
+        "model_type": "gpt_oss",
+        "attention_bias": has_bias(file, "attn_q"),
+        "num_local_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "sliding_window": read.count("attention.sliding_window"),
+        "rope_scaling": scaling and {**scaling, "truncate": False},
+    }
+
+
 def _gemma(file: GGUFMetadata, architecture: str) -> dict[str, Any]:
     shape = rotary_decoder(file)
     by_hidden_size = shape["num_hidden_layers"] == GEMMA_SCALED_BY_HIDDEN_SIZE[architecture]
@@ -408,6 +423,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": gemma4,

@@ -14,7 +14,7 @@ OUTSIDE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 BARE_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
-EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
+EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TensorLayout:
         if match is None or match[2] not in {*self.in_expert, *self.joined_in_expert}:
             return None
         modules = self.joined_in_expert.get(match[2]) or (self.in_expert[match[2]],)
-        return [self._expert_name(match[1], i, module) for i in range(count) for module in modules]
+        return [self._expert_name(match[1], i, module, match[3]) for i in range(count) for module in modules]
 
     def llama_cpp_names(self, name: str) -> list[str]:
         """Return llama.cpp's names of the tensors that hold a parameter: several for a `stacked` module.
@@ -98,8 +98,8 @@ class TensorLayout:
             return f"blk.{match[1]}.{_key_of(self.in_layer, path)}"
         return f"blk.{match[1]}.{_key_of(self.in_layer, match[2])}.{leaf}"
 
-    def _expert_name(self, layer: str, expert: int | str, module: str) -> str:
-        return f"{self.layers}.{layer}.{self.experts}.{expert}.{module}.weight"
+    def _expert_name(self, layer: str, expert: int | str, module: str, leaf: str = "weight") -> str:
+        return f"{self.layers}.{layer}.{self.experts}.{expert}.{module}.{leaf}"
 
 
 def _key_of(names: Mapping[str, str], target: str) -> str:
@@ -133,6 +133,17 @@ APERTUS = TensorLayout(
         **{f"xielu.{name}": (f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n")},
         **{f"xielu.{name}": (f"mlp.act_fn.{name}", ()) for name in ("beta", "eps")},
     },
+)
+GPT_OSS = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        "attn_norm": "input_layernorm",
+        **ATTENTION,
+        "attn_sinks.weight": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    in_expert=GATED_MLP,
 )
 GEMMA = TensorLayout(
     OUTSIDE_LAYERS,
@@ -450,6 +461,7 @@ LAYOUTS = {
     "falcon_h1": FALCON_H1,
     "mamba2": MAMBA2,
     "nemotron_h": NEMOTRON_H,
+    "gpt_oss": GPT_OSS,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gemma4_text": GEMMA4,

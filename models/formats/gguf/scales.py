@@ -32,13 +32,13 @@ def with_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def of_expert(tensor: TensorInfo, number: int, count: int) -> TensorInfo:
-    """Return matrix `number` of the `count` equal matrices in a tensor [experts, rows, columns].
+    """Return matrix `number` of the `count` equal matrices in a tensor [experts, rows, *].
 
     An expert has one or more of them.
     """
-    experts, rows, columns = tensor.shape
+    experts, rows, *columns = tensor.shape
     size, scale = tensor.num_bytes // count, tensor.scale
     if scale is not None:
         scale = replace(scale, shape=(1,), offset=scale.offset + number * experts // count * 4, num_bytes=4)
-    shape = rows * experts // count, columns
+    shape = rows * experts // count, *columns
     return replace(tensor, shape=shape, offset=tensor.offset + number * size, num_bytes=size, scale=scale)

@@ -28,6 +28,7 @@ from tests.helpers.catalog import ROWS, link
 from tests.helpers.family import FULL, SLIDING
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
+from tests.helpers.mxfp4_files import set_quantization, write_mxfp4
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
 from tests.helpers.real_tokenizers import NPM, REAL
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
@@ -70,6 +71,7 @@ READ_ONLY = {
     "gemma 4 keys as values": ("gemma4", 5),
     "gemma 4 wide": ("gemma4", 6),
     "nemotron mixture": ("nemotron_h", 1),
+    "gpt-oss": ("gpt_oss", 0),
 }
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
@@ -198,6 +200,9 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
         vocabulary = {"model": {"vocab": {str(id): id for id in range(96)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         jobs.append((folder, tmp_path / f"{name}.gguf", False))
+    references["gpt-oss mxfp4"] = write_mxfp4(tmp_path / "mxfp4")
+    set_quantization(tmp_path / "mxfp4", quant_method="mxfp4")
+    jobs.append((tmp_path / "mxfp4", tmp_path / "gpt-oss mxfp4.gguf", False))
     converted(jobs)
     for name in WRITTEN:
         assert_is_written_alike(tmp_path, name)

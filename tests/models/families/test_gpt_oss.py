@@ -1,0 +1,52 @@
+"""gpt-oss's files with experts in MXFP4, compared with transformers' model of the same numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from conf.errors import UserError
+from models.layers.moe import Experts
+from tests.helpers.builders import engine_of, run_config
+from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
+from tests.helpers.mxfp4_files import set_quantization, write_mxfp4
+from tests.helpers.oracle import assert_equals_transformers, random_prompts
+
+
+def move_scales(folder: Path) -> None:
+    """Move the scales to another file, in which large checkpoints may have them."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{int(name.endswith('_scales'))}.safetensors" for name in tensors}
+    for file in sorted(set(files.values())):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def test_mxfp4_equals_transformers_and_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    reference, prompts = write_mxfp4(tmp_path), random_prompts(96, (5, 1, 20))
+    move_scales(tmp_path)
+    assert_equals_transformers(tmp_path, reference, prompts)
+    set_quantization(tmp_path, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    run = run_config(tmp_path)
+    assert_same_bits(whole_steps(run, prompts), divided_steps(run, 2, prompts))
+    experts = [module for module in engine_of(tmp_path).executor.model.modules() if isinstance(module, Experts)]
+    assert len(experts) == 2
+    assert all(module.is_merged for module in experts)
+
+
+def test_damaged_mxfp4_is_named(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.down_proj_scales"
+    tensors = load_file(file)
+    tensors[name][2, 5, 1] = 255
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts\.down_proj_scales has a scale of 255, which is NaN"):
+        engine_of(tmp_path)
+    save_file(tensors | {name: tensors[name][:, :, :2].contiguous()}, file)
+    with pytest.raises(UserError, match=r"unexpected: .*layers\.1\.mlp\.experts\.down_proj_(blocks|scales)"):
+        engine_of(tmp_path)
+    set_quantization(tmp_path, quant_method="mxfp4", block=16)
+    with pytest.raises(UserError, match="quantization_config: block is not known for quant_method='mxfp4'"):
+        engine_of(tmp_path)
