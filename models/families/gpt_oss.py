@@ -76,7 +76,7 @@ class Attention(decoder.Attention):
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
         sinks = self.heads.slice_queries(self.sinks)
-        return self.o_proj(attend(query, cache, batch, self.scale, window=self.window, sinks=sinks), batch)
+        return self.project(attend(query, cache, batch, self.scale, window=self.window, sinks=sinks), batch)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
