@@ -83,8 +83,9 @@ def paged_attention(
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
     kind = {"soft_cap": soft_cap, "window": window, "chunk": chunk, "SPLITS": splits}
     warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    grid = (token_blocks, head_blocks, splits)
-    _attend[grid](query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps)
+    _attend[token_blocks, head_blocks, splits](
+        query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps
+    )
     if splits > 1:
         counts = (num_tokens, num_sequences, num_heads, value_channels, splits, triton.next_power_of_2(value_channels))
         _join[(num_tokens, num_heads)](parts, sums, where[1], where[-1], output, *counts, num_warps=4)
@@ -330,7 +331,6 @@ def _attend(
     if first >= end - start:
         return
     length = tl.load(context_lengths + s).to(tl.int32)
-
     row = tl.arange(0, ROWS)
     token, head = first + row // HEADS, group * heads + first_head + row % HEADS
     mask = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)

@@ -5,8 +5,8 @@ T tokens, E hidden channels, H query heads, N experts, K experts per token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.moe import route_corrected
 from models.batch import Batch, LayerCache
-from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import Attention as DecoderAttention
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import DecoderLayer, PreNormLM, WindowedConfig, read_decoder_config
+from models.families.ministral3 import GrowingRotary, QueryGrowth, StepInputs, read_length
 from models.families.smollm3 import read_turns
 from models.layers.constant import Constant
 from models.layers.layer_types import check_layer_types
@@ -26,34 +26,27 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.rotary import Angles
 from models.layout import ModelLayout
 
 CHUNKED = "chunked_attention"
-MOST_STEPS = 2**16  # the maximum size of the table of query factors; the published models have 1,280 entries and fewer
 
 
 @dataclass(frozen=True)
-class Llama4Config(DecoderConfig):
+class Llama4Config(WindowedConfig):
+    """A window is a chunk of tokens: a token attends only to its own chunk."""
+
     turns: tuple[bool, ...]
     """For each layer, whether it rotates queries and keys."""
-    chunks: tuple[int | None, ...]
-    """For each layer, the length of its chunks of tokens. A token attends to its chunk only. None: to all tokens."""
     use_qk_norm: bool
     attention_bias: bool
-    query_scale: float
-    """In layers without rotation, queries are multiplied by 1 + query_scale * ln(1 + floor((position + 1) / query_length))."""
-    query_length: int
+    growth: QueryGrowth
+    """Of the queries in layers without rotation."""
     moe_layers: tuple[bool, ...]
     """For each layer, whether it is a mixture of experts."""
     intermediate_size_mlp: int
     """The feed-forward channels of a layer without experts. `intermediate_size`: of an expert."""
     num_experts: int
     num_experts_per_tok: int
-
-    @property
-    def capabilities(self) -> ModelCapabilities:
-        return replace(super().capabilities, has_windows=any(self.chunks))
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
@@ -74,19 +67,14 @@ def read_config(config: ConfigReader) -> Llama4Config:
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
     chunk = config.count("attention_chunk_size", 8192)
-    length, scale = config.count("floor_scale", 8192), config.get("attn_scale", float, 0.1)
-    if shape.context_length // length > MOST_STEPS:
-        raise UserError(
-            f"config.json: floor_scale={length} is less than 1 / {MOST_STEPS} of the context, {shape.context_length}"
-        )
+    length, scale = read_length(config, "floor_scale", 8192, shape.context_length), config.get("attn_scale", float, 0.1)
     return Llama4Config(
         **vars(shape),
         turns=turns,
-        chunks=tuple(chunk if chunked else None for chunked in is_chunked),
+        windows=tuple(chunk if chunked else None for chunked in is_chunked),
         use_qk_norm=config.get("use_qk_norm", bool, True),
         attention_bias=config.get("attention_bias", bool, False),
-        query_scale=scale if config.raw("attn_temperature_tuning", True) else 0.0,
-        query_length=length,
+        growth=QueryGrowth(scale if config.raw("attn_temperature_tuning", True) else 0.0, length, offset=1),
         moe_layers=_read_moe_layers(config, layers),
         intermediate_size_mlp=config.count("intermediate_size_mlp", 16384),
         num_experts=experts,
@@ -103,14 +91,6 @@ def _read_moe_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple(i in numbers for i in range(num_layers))
 
 
-class StepInputs(NamedTuple):
-    """The tensors of a step that all layers share."""
-
-    angles: Angles
-    query_factors: Tensor
-    """Of layers without rotation, [T, 1, 1] in the model's dtype."""
-
-
 class Attention(DecoderAttention):
     def __init__(self, c: Llama4Config, turns: bool, chunk: int | None) -> None:
         super().__init__(c, None, c.attention_bias, c.attention_bias)
@@ -120,14 +100,13 @@ class Attention(DecoderAttention):
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, batch: Batch, cache: LayerCache
     ) -> Tensor:
+        step: StepInputs = inputs
         if not self._turns:
             kv_store(key, value, *cache, batch.slots)
-            factors: Tensor = inputs.query_factors
-            return query * factors
+            return query * step.query_factors
         # The norm has no weight, so that it may come before the rotation, which keeps the length of a vector.
         weight = None if self._norm_weight is None else self._norm_weight.on(query.device).to(query.dtype)
-        angles: Angles = inputs.angles
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, True, weight, weight, self._eps)
+        return rope_and_store(query, key, value, *step.angles, *cache, batch.slots, True, weight, weight, self._eps)
 
 
 class Mixture(Module):
@@ -162,8 +141,7 @@ class Layer(DecoderLayer):
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "feed_forward")
 
 
-class Llama4(DecoderLM):
-    config: Llama4Config
+class Llama4(PreNormLM):
     layout = ModelLayout(replicated=("router",))
 
     def __init__(self, c: Llama4Config) -> None:
@@ -171,15 +149,6 @@ class Llama4(DecoderLM):
             return Mixture(c) if is_mixture else MLP(c.hidden_size, c.intermediate_size_mlp)
 
         # a planner's model has only the first layers
-        layers = zip(c.turns, c.chunks, c.layer_kinds, strict=False)
-        super().__init__(c, (Layer(c, Attention(c, turns, chunk), feed_forward(mix)) for turns, chunk, mix in layers))
-        # A table, because torch's log of a number can depend on its index in a tensor.
-        steps = torch.arange(1, c.context_length // c.query_length + 2, device="cpu").float()
-        self._query_factors = Constant(1 + c.query_scale * steps.log())
-
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
-        (angles,) = super().layer_inputs(batch, dtype)
-        assert angles is not None
-        steps = (batch.positions + 1) // self.config.query_length
-        factors = self._query_factors.on(steps.device)[steps]  # [T]
-        return (StepInputs(angles, factors.to(dtype)[:, None, None]),)
+        parts = zip(c.turns, c.windows, c.layer_kinds, strict=False)
+        layers = (Layer(c, Attention(c, turns, chunk), feed_forward(mix)) for turns, chunk, mix in parts)
+        super().__init__(c, layers, GrowingRotary(c.rotary, c.growth))

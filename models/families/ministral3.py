@@ -25,10 +25,11 @@ MOST_STEPS = 2**16  # the maximum size of the table of query factors; the publis
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries are multiplied by 1 + beta * ln(1 + floor(position / length))."""
+    """Queries are multiplied by 1 + beta * ln(1 + floor((position + offset) / length))."""
 
     beta: float
     length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,17 @@ def read_config(config: ConfigReader) -> Ministral3Config:
 def read_growth(config: ConfigReader, context_length: int) -> QueryGrowth:
     """Read the growth of the queries. Raises UserError if its table would be too large."""
     scaling = _scaling(config)
-    length = scaling.count("original_max_position_embeddings")
-    if context_length // length > MOST_STEPS:
-        raise UserError(
-            f"config.json: rope_parameters: original_max_position_embeddings={length} is less than 1 / {MOST_STEPS} of the context, "
-            f"{context_length}"
-        )
+    length = read_length(scaling, "original_max_position_embeddings", None, context_length)
     key = "llama_4_scaling_beta"
     return QueryGrowth(scaling.require(key, float) and scaling.positive(key), length)
+
+
+def read_length(config: ConfigReader, key: str, default: int | None, context_length: int) -> int:
+    """Read the length of `QueryGrowth`. Raises UserError if its table would be too large."""
+    length = config.count(key, default)
+    if context_length // length > MOST_STEPS:
+        raise UserError(f"config.json: {key}={length} is less than 1 / {MOST_STEPS} of the context, {context_length}")
+    return length
 
 
 def read_rotary(
@@ -90,13 +94,15 @@ class GrowingRotary:
     """Computes the angles and the query factors of each token."""
 
     def __init__(self, rotary: RotaryConfig, growth: QueryGrowth) -> None:
-        self._rotary, self._length = RotaryEmbedding(rotary), growth.length
-        steps = torch.arange(1, rotary.context_length // growth.length + 2, device="cpu").float()
+        self._rotary, self._growth = RotaryEmbedding(rotary), growth
+        last = (rotary.context_length + growth.offset) // growth.length
+        steps = torch.arange(1, last + 2, device="cpu").float()
         # A table, because torch's log of a number can depend on its index in a tensor.
         self._factors = Constant(1 + growth.beta * steps.log())
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> StepInputs:
-        factors = self._factors.on(positions.device)[positions // self._length]  # [T]
+        steps = (positions + self._growth.offset) // self._growth.length
+        factors = self._factors.on(positions.device)[steps]  # [T]
         return StepInputs(self._rotary.angles(positions, prompt_lengths, dtype), factors.to(dtype)[:, None, None])
 
 

@@ -100,7 +100,7 @@ def test_a_missing_head_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is bidirectional attention"),
         ({"model_type": "bert"}, "model_type='bert' is a bidirectional encoder, which is not supported: give a model with"),
         ({"model_type": "xlm-roberta"}, "model_type='xlm-roberta' is a bidirectional encoder"),
-        ({"model_type": "gpt_x"}, "model_type='gpt_x' is not supported: only afmoe, arcee"),
+        ({"model_type": "gpt_x"}, "model_type='gpt_x' is not supported: only afmoe, apertus"),
     ],
 )  # fmt: skip
 def test_bidirectional_models_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:

@@ -65,13 +65,13 @@ def turn_and_store_own(
 
 def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
     """Replaces attention as the GPU's kernel behaves: tokens without a sequence get arbitrary values."""
-    tables, starts, contexts, scale, soft_cap, window, slopes, prefixes, sinks = where
+    tables, starts, contexts, scale, soft_cap, window, slopes, prefixes, sinks, chunk = where
     with _disable_current_modes():
         count = int((starts.diff() > 0).sum())
         arguments = tables[:count], starts[: count + 1], contexts[:count], scale, soft_cap, window, slopes
         prefixes = None if prefixes is None else prefixes[:count]
         output = query.new_full((*query.shape[:2], values.channels), torch.nan)
-        output[:count] = paged_attention(query[:count], keys, values, *arguments, prefixes, sinks)
+        output[:count] = paged_attention(query[:count], keys, values, *arguments, prefixes, sinks, chunk)
     return output
 
 
