@@ -59,8 +59,7 @@ def paged_attention(
     written.
     """
     query, block_tables = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, block_tables))
-    num_tokens, num_heads, _ = query.shape
-    num_sequences, table_width = block_tables.shape
+    (num_tokens, num_heads, _), (num_sequences, table_width) = query.shape, block_tables.shape
     shapes = _shapes(query, key_cache, value_cache)
     heads, groups, value_channels = shapes["heads"], shapes["groups"], shapes["value_channels"]
     output = query.new_empty(num_tokens, num_heads, value_channels)
@@ -83,9 +82,8 @@ def paged_attention(
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
     kind = {"soft_cap": soft_cap, "window": window, "chunk": chunk, "SPLITS": splits}
     warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    _attend[token_blocks, head_blocks, splits](
-        query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps
-    )
+    grid = (token_blocks, head_blocks, splits)
+    _attend[grid](query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps)
     if splits > 1:
         counts = (num_tokens, num_sequences, num_heads, value_channels, splits, triton.next_power_of_2(value_channels))
         _join[(num_tokens, num_heads)](parts, sums, where[1], where[-1], output, *counts, num_warps=4)
