@@ -17,7 +17,7 @@ from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import dense_config, dense_files
 from models.formats.joined_experts import split_experts
-from models.formats.mxfp4 import float_config
+from models.formats.mxfp4 import packed_config
 from models.formats.renamed import renamed
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
@@ -33,7 +33,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open the checkpoint in a folder; only the text model if it is multimodal."""
     values = _with_modelopt(ConfigReader.from_folder(folder).values, folder)
-    config = ConfigReader(float_config(dense_config(values)), str(folder / CONFIG))
+    config = ConfigReader(packed_config(dense_config(values)), str(folder / CONFIG))
 
     def open_files() -> list[WeightFile]:
         return dense_files(open_weight_files(folder, allow_pickle))

@@ -3,15 +3,15 @@
 N experts, E hidden channels, F channels of an expert.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from models.formats import mxfp4
 from models.formats.base import ExpectedTensors, RangedFile, WeightFile
+from models.formats.mxfp4 import BLOCK
 from models.sharding import Shard
 
 JOINED = (
@@ -27,7 +27,8 @@ GPT_OSS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 """The parts of gpt-oss's experts, whose outputs alternate.
 
 Its tensors are `gate_up_proj` [N, E, 2F] and `down_proj` [N, F, E], or both in MXFP4: `_blocks` uint8
-[N, 2F, E / 32, 16], `_scales` uint8 [N, 2F, E / 32]. `_bias` is [N, 2F] and [N, E].
+[N, 2F, E / 32, 16], two numbers per byte, the first in the low bits, and `_scales` uint8 [N, 2F, E / 32]. `_bias` is
+[N, 2F] and [N, E].
 """
 
 Shape = tuple[int, ...]
@@ -43,24 +44,20 @@ class _Part:
     """Its outputs among the expert's outputs in the joined tensor."""
     shape: Shape
     is_transposed: bool
-    scales: str | None = None
-    """The joined tensor of scales, if `joined` is in MXFP4."""
 
 
 class SplitFile:
     """A file with the tensors of each expert. It reads one expert of a joined tensor at a time."""
 
-    def __init__(self, file: RangedFile, parts: dict[str, _Part], holders: Mapping[str, RangedFile]) -> None:
-        """`parts`: by the names that this file gives them. `holders`: the file of each tensor of scales."""
-        self._file, self._parts, self._holders = file, parts, holders
+    def __init__(self, file: RangedFile, parts: dict[str, _Part]) -> None:
+        """`parts`: by the names that this file gives them."""
+        self._file, self._parts = file, parts
         self.path, self.is_mapped = file.path, file.is_mapped
-        joined = {part.joined for part in parts.values()} | holders.keys()
+        joined = {part.joined for part in parts.values()}
         self.shapes = {name: shape for name, shape in file.shapes.items() if name not in joined}
         self.shapes |= {name: part.shape for name, part in parts.items()}
         self.dtypes = {name: dtype for name, dtype in file.dtypes.items() if name not in joined}
-        self.dtypes |= {
-            name: file.dtypes[part.joined] if part.scales is None else torch.bfloat16 for name, part in parts.items()
-        }
+        self.dtypes |= {name: file.dtypes[part.joined] for name, part in parts.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
@@ -78,14 +75,10 @@ class SplitFile:
         )
 
     def _read(self, part: _Part) -> Tensor:
-        only = Shard(0, (range(part.expert, part.expert + 1),))
-        expert = self._file.read_ranges(part.joined, only)[0]
+        expert = self._file.read_ranges(part.joined, Shard(0, (range(part.expert, part.expert + 1),)))[0]
         rows = (expert.T if part.is_transposed else expert)[part.outputs]
-        if part.scales is not None:
-            scales = self._holders[part.scales].read_ranges(part.scales, only)[0]
-            return mxfp4.decode(rows, scales[part.outputs], f"{self.path}: {part.scales}")
         # Without a copy, the view would keep the whole expert in memory.
-        return rows.clone(memory_format=torch.contiguous_format)
+        return rows.clone(memory_format=torch.contiguous_format).view(part.shape)
 
 
 def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
@@ -94,34 +87,22 @@ def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[We
     Raises UserError if a file with joined experts cannot read parts of a tensor.
     """
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
-    parts = [
-        {name: part for joined in file.shapes for name, part in _parts_of(joined, shapes, expected)} for file in files
-    ]
-    if not any(parts):
-        return files
-    scales = {part.scales for of_file in parts for part in of_file.values()}
-    holders = {name: _ranged(file) for file in files for name in file.shapes if name in scales}
-    return [_split(*both, shapes, holders) for both in zip(files, parts, strict=True)]
+    return [_split(file, shapes, expected) for file in files]
 
 
-def _split(
-    file: WeightFile, parts: dict[str, _Part], shapes: dict[str, Shape], holders: Mapping[str, RangedFile]
-) -> WeightFile:
-    if not parts and not holders.keys() & file.shapes.keys():
+def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors) -> WeightFile:
+    parts = {name: part for joined in file.shapes for name, part in _parts_of(joined, shapes, expected)}
+    if not parts:
         return file
     if duplicate := next((name for name in parts if name in shapes), None):
         raise UserError(
             f"{file.path} holds {duplicate} in {parts[duplicate].joined}, but the checkpoint also has it as a tensor of its own"
         )
-    return SplitFile(_ranged(file), parts, holders)
-
-
-def _ranged(file: WeightFile) -> RangedFile:
     if not isinstance(file, RangedFile):
         raise UserError(
             f"{file.path} joins experts in one tensor, which only safetensors files support: convert it to safetensors"
         )
-    return file
+    return SplitFile(file, parts)
 
 
 def _parts_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Part]]:
@@ -140,25 +121,22 @@ def _gpt_oss_parts(
     sizes = {"gate_up_proj": (2 * channels, hidden), "down_proj": (hidden, channels)}
     for joined, layers in GPT_OSS.items():
         outputs, inputs = sizes[joined]
-        stem = f"{prefix}.experts.{joined}"
-        blocks = outputs, inputs // mxfp4.BLOCK
-        forms = {  # by name: the tensor's shape without experts, the part, its inputs, whether it is transposed, its scales
-            stem: ((inputs, outputs), "weight", (inputs,), True, None),
-            f"{stem}_bias": ((outputs,), "bias", (), False, None),
-            f"{stem}_blocks": ((*blocks, mxfp4.BLOCK // 2), "weight", (inputs,), False, f"{stem}_scales"),
+        stem, blocks = f"{prefix}.experts.{joined}", (outputs, inputs // BLOCK)
+        forms = {  # by name: the tensor's shape without experts, the part, its shape without outputs, whether it is transposed
+            stem: ((inputs, outputs), "weight", (inputs,), True),
+            f"{stem}_bias": ((outputs,), "bias", (), False),
+            f"{stem}_blocks": ((*blocks, BLOCK // 2), "weight_packed", (inputs // 2,), False),
+            f"{stem}_scales": (blocks, "weight_scale", blocks[1:], False),
         }
-        if name not in forms:
+        if name not in forms or shapes[name][1:] != forms[name][0]:
             continue
-        shape, part, inner, is_transposed, scales = forms[name]
-        if shapes[name][1:] != shape or (scales is not None and shapes.get(scales) != (shapes[name][0], *blocks)):
-            continue
+        _, part, inner, is_transposed = forms[name]
         for expert in range(shapes[name][0]):
             for number, layer in enumerate(layers):
-                own_shape = outputs // len(layers), *inner
                 rows = slice(number, None, len(layers))
                 yield (
                     f"{prefix}.experts.{expert}.{layer}.{part}",
-                    _Part(name, expert, rows, own_shape, is_transposed, scales),
+                    _Part(name, expert, rows, (outputs // len(layers), *inner), is_transposed),
                 )
 
 

@@ -34,6 +34,8 @@ def write_mxfp4(folder: Path) -> Any:
         model.get_parameter(name).data.copy_(numbers.mT)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, folder / "model.safetensors")
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    set_quantization(folder, quant_method="mxfp4", modules_to_not_convert=skipped)
     return model
 
 

@@ -28,7 +28,7 @@ from tests.helpers.catalog import ROWS, link
 from tests.helpers.family import FULL, SLIDING
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
-from tests.helpers.mxfp4_files import set_quantization, write_mxfp4
+from tests.helpers.mxfp4_files import write_mxfp4
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
 from tests.helpers.real_tokenizers import NPM, REAL
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
@@ -201,7 +201,6 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         jobs.append((folder, tmp_path / f"{name}.gguf", False))
     references["gpt-oss mxfp4"] = write_mxfp4(tmp_path / "mxfp4")
-    set_quantization(tmp_path / "mxfp4", quant_method="mxfp4")
     jobs.append((tmp_path / "mxfp4", tmp_path / "gpt-oss mxfp4.gguf", False))
     converted(jobs)
     for name in WRITTEN:
