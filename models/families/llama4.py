@@ -67,6 +67,8 @@ def read_config(config: ConfigReader) -> Llama4Config:
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
     chunk = config.count("attention_chunk_size", 8192)
+    if config.raw("attention_chunk_size", chunk) is None and any(is_chunked):
+        raise UserError("config.json: attention_chunk_size=null leaves the layers with chunks no length: give a number")
     length, scale = read_length(config, "floor_scale", 8192, shape.context_length), config.get("attn_scale", float, 0.1)
     return Llama4Config(
         **vars(shape),

@@ -242,6 +242,7 @@ EXPERTS = {
             ({"no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not 4 times 0 or 1"),
             ({"layer_types": [SLIDING] * 4}, "layer_types has 'sliding_attention', which is not supported"),
             ({"attention_chunk_size": 0}, "attention_chunk_size=0 is not a number above 0"),
+            ({"attention_chunk_size": None}, "attention_chunk_size=null leaves the layers with chunks no length"),
         ],
     ),
     "glm4_moe": Family(
