@@ -38,6 +38,14 @@ DEEPSEEK = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
     **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+}
+LLAMA4_PICTURES = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16)
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # transformers leaves out logit_scale
     "aya_vision": ({"sliding_window": 8, "logit_scale": 1.0}, SMALL_PICTURES, {"alignment_intermediate_size": 32}),
@@ -52,6 +60,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "internvl": ({}, {**SMALL_PICTURES, "image_size": [8, 8], "patch_size": [4, 4]}, {}),
     "kimi_k25": (DEEPSEEK, {"num_hidden_layers": 1, "patch_size": 4}, {"image_token_id": 96}),
     "lighton_ocr": ({}, {**SMALL_PICTURES, "head_dim": 8}, {}),
+    "llama4": (LLAMA4, {**SMALL_PICTURES, **LLAMA4_PICTURES}, {"image_token_index": 96}),
     "llava": ({}, {**SMALL_PICTURES, "model_type": "clip_vision_model"}, {}),
     "llava_next": ({}, {**SMALL_PICTURES, "model_type": "clip_vision_model"}, {}),
     "llava_onevision": ({}, SMALL_PICTURES, {}),
