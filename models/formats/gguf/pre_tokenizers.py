@@ -19,6 +19,8 @@ class PreTokenizer:
     """Whether a piece that is a vocabulary entry becomes one token without merges."""
     adds_bos: bool = False
     """Whether BOS comes first if the file does not say."""
+    is_byte_level: bool = True
+    """Whether tokens are texts of bytes. If not, they are texts of characters, with ▁ for a space."""
 
 
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -80,3 +82,5 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
 """By `tokenizer.ggml.pre`: GPT-2, MPT, SmolLM (and StarCoder), Llama 3 (and LFM2), Qwen, Qwen3.5, GLM-4 and Phi-4,
 Phi-4-mini, Mistral Nemo, DeepSeek's three, BLOOM.
 """
+GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), whole_words_first=True, adds_bos=True, is_byte_level=False)
+"""Of the tokenizer `gemma4`, whose files have no `tokenizer.ggml.pre`."""

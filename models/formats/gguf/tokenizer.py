@@ -1,4 +1,5 @@
-"""Load the tokenizer in a GGUF file: a sentencepiece vocabulary with scores (`llama`), or byte-level BPE (`gpt2`).
+"""Load the tokenizer in a GGUF file: a sentencepiece vocabulary with scores (`llama`), or BPE of bytes (`gpt2`) or of
+characters (`gemma4`).
 
 Keys are from ggml's docs/gguf.md. llama.cpp's defaults apply if a file does not say whether BOS comes first or how to
 split texts.
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
-from models.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from models.formats.gguf.pre_tokenizers import GEMMA4, PRE_TOKENIZERS, PreTokenizer
 from models.formats.gguf.special_tokens import LIST, SPACE, SPACES_BEHIND_SPECIAL, SpecialTokens
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer, damage_refused
@@ -34,8 +35,8 @@ def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
     kind = read.raw("model")
     if kind in ("none", "no_vocab", None):
         return None
-    if kind not in ("llama", "gpt2"):
-        raise header.unsupported(f"tokenizer.ggml: model={kind!r:.80} is not supported: only 'llama', 'gpt2'")
+    if kind not in ("llama", "gpt2", "gemma4"):
+        raise header.unsupported(f"tokenizer.ggml: model={kind!r:.80} is not supported: only 'llama', 'gpt2', 'gemma4'")
     read.expect("add_eos_token", (None, False), None)
     return GGUFSentencePieceTokenizer(header) if kind == "llama" else GGUFBytePairTokenizer(header)
 
@@ -63,22 +64,26 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
 
 
 class GGUFBytePairTokenizer(HuggingFaceTokenizer):
-    """A byte-level BPE tokenizer, made from tokens and merges.
+    """A BPE tokenizer, made from tokens and merges.
 
     A byte without a token is skipped, as in llama.cpp and `tokenizers`.
     """
 
     def __init__(self, header: GGUFHeader) -> None:
         read, tokens = header.section("tokenizer.ggml"), SpecialTokens(header)
-        if (name := read.raw("pre")) not in PRE_TOKENIZERS:
-            supported = ", ".join(map(repr, PRE_TOKENIZERS))
-            raise header.unsupported(f"tokenizer.ggml: pre={name!r:.80} is not supported: only {supported}")
-        pre = PRE_TOKENIZERS[name]
+        pre = GEMMA4 if read.raw("model") == "gemma4" else _pre_tokenizer(header, read.raw("pre"))
         with damage_refused(header.path):
             backend = _byte_pairs(header, tokens, pre, read.get("add_bos_token", bool, pre.adds_bos))
         super().__init__(header.path, backend, tokens.by_name())
         self.take_templates(_chat_templates(header))
         self.bos_token_id, self.eos_token_id, self.turn_end_ids = tokens.bos, tokens.eos, tokens.ends
+
+
+def _pre_tokenizer(header: GGUFHeader, name: Any) -> PreTokenizer:
+    if name not in PRE_TOKENIZERS:
+        supported = ", ".join(map(repr, PRE_TOKENIZERS))
+        raise header.unsupported(f"tokenizer.ggml: pre={name!r:.80} is not supported: only {supported}")
+    return PRE_TOKENIZERS[name]
 
 
 def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
@@ -116,13 +121,21 @@ def _byte_pairs(header: GGUFHeader, special: SpecialTokens, pre: PreTokenizer, a
         duplicate = next(token for i, token in used if ids[token] != i)
         raise UserError(f"{header.path}: {LIST} has {duplicate[:80]!r} twice")
     merges = [_merge(header, pair, ids) for pair in header.texts("tokenizer.ggml.merges")]
-    backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words_first))
-    if pre.is_nfc:
-        backend.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
-    backend.decoder = decoders.ByteLevel()
+    falls_back = not pre.is_byte_level
+    model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words_first, byte_fallback=falls_back)
+    backend = Backend(model)
+    cuts: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns
+    ]
+    if pre.is_byte_level:
+        if pre.is_nfc:
+            backend.normalizer = normalizers.NFC()
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+        backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     added = list(special.added().values())
     backend.add_tokens(added)
     texts = {token.content for token in added}

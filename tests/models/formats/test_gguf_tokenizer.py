@@ -66,6 +66,23 @@ def pairs(backend: Any, pre: str = "gpt-2") -> dict[str, Any]:
     return {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges} | ids
 
 
+GEMMA4 = {
+    "model": "gemma4",
+    "tokens": ["<eos>", "<bos>", "<|turn>", "a", "b", "▁", "ab", "▁ab", "\n", "\n\n", "\n\n\n\n", "<0xC3>", "<0xA9>"],
+    "token_type": [3, 3, 4, *[1] * 8, 6, 6],
+    "merges": ["a b", "▁ ab", "\n \n"],
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+}
+GEMMA4_IDS = {  # llama.cpp 0.3.36 has these ids
+    "ab ab": [1, 6, 7],
+    " b  ab": [1, 5, 4, 5, 7],
+    "a\n\n\nb\n\n\n\n": [1, 3, 9, 8, 4, 10],
+    "<|turn>aé": [1, 2, 3, 11, 12],
+    "": [1],
+}
+
+
 @real
 @each("file, name", [("llama-spm", "llama2"), ("phi-3", "llama2"), ("gpt-2", "gpt2")])
 def test_published_vectors(file: str, name: str) -> None:
@@ -326,7 +343,12 @@ def test_cased_letters_are_letters_with_a_case() -> None:
 
 
 def test_gemma(tmp_path: Path) -> None:
-    """User-defined pieces are matched first. Nothing is added before a text, and no space is lost."""
+    """User-defined pieces are matched first. Nothing is added before a text, and no space is lost. Gemma 4's tokenizer is
+    BPE of characters."""
+    tokenizer = load(write(tmp_path / "x.gguf", **GEMMA4))
+    for text, ids in GEMMA4_IDS.items():
+        assert list(tokenizer.encode(text, True)) == ids
+        assert tokenizer.decode(ids[1:], False) == text
     user_pieces = ["<start_of_turn>", "▁▁", "▁▁▁", "\n\n"]
     SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 20),
@@ -395,7 +417,7 @@ def test_no_vocabulary_is_none(tmp_path: Path) -> None:
 @each(
     "keys, message",
     [
-        ({"model": "bert"}, "tokenizer.ggml: model='bert' is not supported: only 'llama', 'gpt2'"),
+        ({"model": "bert"}, "tokenizer.ggml: model='bert' is not supported: only 'llama', 'gpt2', 'gemma4'"),
         ({"add_eos_token": True}, "add_eos_token=True is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens must be an array of texts, found none"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be an array of texts, found numbers"),
