@@ -75,7 +75,9 @@ def check_files(
         logits = all_logits(made, prompt)
         assert all_logits(reloaded(target), prompt).equal(logits), name
         errors[name] = float((logits - expected).square().mean().sqrt() / expected.std())
-    growth = 1.8 if source.name == "gemma4" else 1.0  # attention without a scale doubles the errors of its scores
+    # Gemma 4's attention has no scale (errors up to 1.16 times the bounds without experts), and its router chooses
+    # other experts for some tokens (up to 1.36 times with experts).
+    growth = 1.5 if source.name == "gemma4" else 1.0
     assert all(0 < error < growth * bounds[name.split()[0].rstrip(",")] for name, error in errors.items()), errors
 
 
