@@ -361,7 +361,7 @@ def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline,
         (
             "text_generation",
             {"quant": "int3"},
-            "quant=int3 does not exist: there are a8w8, auto, fp8, int4, int8, none",
+            "quant=int3 does not exist: there are a8w8, auto, fp8, int4, int8, mxfp4, none",
         ),
         ("text_generation", {"dtype": "float64"}, "float64.*auto, float32, bfloat16, float16"),
         ("text_generation", {"dtype": torch.int8}, "int8.*auto, float32, bfloat16, float16"),
