@@ -189,11 +189,13 @@ void grouped_matmul(Step &step) {
   require_fit(weights.count() > 0);
   if (ups.count()) require_fit(ups.count() == weights.count() && are_alike(up.format, first.format) && up.num_outputs == first.num_outputs);
   const Tensor starts = checked_tensor(&step.tensor("starts"), Type::int64, {weights.count() + 1}), out = empty(x.type, {x.shape[0], first.num_outputs});
+  const Tensor biases = checked_tensor(step.optional("biases"), x.type, {weights.count(), first.num_outputs});
+  require_fit(!biases.data || !ups.count());
   const int64_t *start = starts.as<int64_t>();
   require_fit(start[0] == 0 && start[weights.count()] == x.shape[0] && std::is_sorted(start, start + weights.count() + 1));
   call_kernel("grouped_matmul", x.data, NONE, int64_t{0}, dtype_of(x.type), x.shape[1], first.format.group_size, first.format.codes,
               first.format.has_zeros, weights.memories.data(), weights.are_compressed.data(), ups.count() ? ups.memories.data() : nullptr,
-              ups.are_compressed.data(), starts.data, out.data, weights.count(), first.num_outputs);
+              ups.are_compressed.data(), biases.data, starts.data, out.data, weights.count(), first.num_outputs);
   step.set_result(0, out);
 }
 
