@@ -28,6 +28,7 @@ class Model {
     for (const Json &entry : description["cache"].list()) {
       if (entry.is_null()) continue;  // a layer without keys and values
       require(entry["format"].text() == "none", "the runner does not support a cache of " + entry["format"].text());
+      require(entry["channels"].integer() != 0, "the runner does not support latent attention");
       cache_inputs.push_back({num_fields + cache_inputs.size(), dtype, false, {count(entry["num_heads"]), count(entry["channels"])}});
     }
     for (const Json &layer : states ? states->list() : Json::List())
