@@ -55,8 +55,8 @@ class CodedWeights(WeightFile, Protocol):
     def keep_codes(self, modules: Iterable[str]) -> None:
         """Make `read` return codes instead of `weight` for these modules.
 
-        It returns `blocks` uint8 [O, bytes per row], as the file has them, and `global_scale` float32 [1] with those of
-        NVFP4.
+        It returns `blocks` uint8 [O, bytes per row] as the file has them. NVFP4 blocks also have a `global_scale` float32
+        [1].
         """
 
 

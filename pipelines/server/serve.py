@@ -152,7 +152,7 @@ class _Server:
 
     @property
     def state_slot(self) -> str:
-        """What a state slot costs; empty before the model is loaded, and if no layer is recurrent."""
+        """The cost of a state slot. It is empty before the model is loaded, and if no layer is recurrent."""
         return self._engine.info.state_slot if self._engine.info else ""
 
     def end(self) -> None:
