@@ -143,6 +143,8 @@ def test_the_lines_of_servers_go_together(examples: dict[str, str], tmp_path: Pa
         url,
     ):
         assert url.startswith("http")
-        assert ended(process, signal.SIGTERM) == (0, "")
+        code, errors = ended(process, signal.SIGTERM)
+        # Ray repeats warnings of its daemon about the machine, for example of a disk that is nearly full
+        assert (code, [line for line in errors.splitlines() if "(raylet)" not in line]) == (0, [])
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["serve"]["model_name"] == "mine"
