@@ -45,6 +45,8 @@ SCHEMES = {
     "int4": ["quant=int4", "quant.group_size=128"],
     "int4, zero points": ["quant=int4", "quant.group_size=128", "quant.symmetric=false"],
     "int4, activations auto": ["quant=int4", "quant.group_size=128", "quant.activations=auto"],
+    "mxfp4": ["quant=mxfp4"],
+    "nvfp4": ["quant=nvfp4"],
     "a8w8 dynamic": ["quant=a8w8", "quant.method=rtn", "quant.activations=dynamic"],
     "fp8 dynamic": ["quant=fp8"],
     "fp8 per tensor": ["quant=fp8", "quant.per_tensor=true"],
@@ -86,7 +88,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sources = models_in(args.models) if args.models else {}
         if args.model:
-            sources |= schemes(args.model) | block_files(args.model, Path(folder))
+            sources |= schemes(args.model)
+            if any(pattern.startswith(("*", "gguf")) for pattern in args.formats):
+                sources |= block_files(args.model, Path(folder))
         all_cells = cells(sources) or family_cells(Path(folder))
         for name, overrides in all_cells.items():
             if not any(fnmatchcase(name, pattern) for pattern in args.formats):
