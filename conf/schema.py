@@ -277,7 +277,7 @@ class DeviceConfig:
     """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the available memory.
 
     Available is the memory that the weights leave free; on a GPU `memory_fraction` limits it. auto: half of it, or less
-    if all rows need less.
+    if all rows need less. Layers with sliding windows keep the blocks of their windows alone, where this saves memory.
     """
     memory_fraction: float = option(0.9, above=0, maximum=1)
     """Share of a GPU's memory that the process may use: weights, KV cache, CUDA graphs and the tensors of a step."""

@@ -5,9 +5,9 @@ T tokens of S sequences, M blocks in the longest block table, N blocks of B slot
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.kv_format import PagedVectors
 
+WINDOW_FIELDS = {"window_slots": "slots", "window_tables": "block_tables"}
+"""The fields of the layers with windows, and the fields that they replace in `Batch.select_window_blocks`."""
 ALIGNMENT = 2  # in int64 numbers, which is 16 bytes: Triton recompiles a kernel if an address loses this alignment
 
 
@@ -28,6 +30,8 @@ class BatchShape(NamedTuple):
     """`num_tokens` if any token has an adapter, else 0. A step without adapters has no adapter field."""
     num_states: int = 0
     """`num_sequences` if the model has recurrent layers, else 0."""
+    num_windowed: int = 0
+    """`num_sequences` if the layers with sliding windows have blocks of their own, else 0."""
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -35,7 +39,7 @@ class BatchShape(NamedTuple):
 
         Block tables are last, so that a wider table moves no other field.
         """
-        tokens, sequences, width, features, outputs, adapted, states = self
+        tokens, sequences, width, features, outputs, adapted, states, windowed = self
         return {
             "token_ids": (tokens,),
             "positions": (tokens,),
@@ -50,7 +54,9 @@ class BatchShape(NamedTuple):
             "state_reads": (states,),
             "state_writes": (states,),
             "state_ends": (states,),
+            "window_slots": (tokens if windowed else 0,),
             "block_tables": (sequences, width),
+            "window_tables": (windowed, width),
         }
 
     @property
@@ -73,7 +79,8 @@ class _Field:
         start = 0
         for name, shape in batch.shape.fields.items():
             count = math.prod(shape)
-            setattr(batch, name, batch.numbers[start : start + count].view(shape))  # hides this descriptor
+            view = batch.numbers[start : start + count].view(shape)
+            setattr(batch, WINDOW_FIELDS.get(name, name) if batch._is_windowed else name, view)  # hides this descriptor
             start += _aligned(count)
         field: Tensor = getattr(batch, self._name)
         return field
@@ -97,18 +104,29 @@ class Batch:
     state_reads = _Field()  # [S] slot of each sequence's recurrent state before the step, -1: its first token is new
     state_writes = _Field()  # [S] slot of its state after the step, -1: the state is not kept
     state_ends = _Field()  # [S] the state after the step includes the rows before this one; drafts follow
+    window_slots = _Field()  # [T] as `slots`, of the layers with windows; empty if all layers have the same blocks
     block_tables = _Field()  # [S, M] padded with 0; context_lengths tells how many entries are valid
+    window_tables = _Field()  # [S, M] as `block_tables`, of the layers with windows; 0 before the window
 
-    def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
+    def __init__(
+        self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False, is_windowed: bool = False
+    ) -> None:
         """Take the int64 numbers of all fields in one tensor, so that one copy moves the batch to a device."""
-        self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
+        self.numbers, self.shape = numbers, shape
+        self._only_outputs_attend, self._is_windowed = only_outputs_attend, is_windowed
         self._output_slots: Tensor | None = None
 
     def select_output_rows(self) -> "Batch":
         """Return the batch for the model's last layer, in which only output rows attend."""
         if self.shape.num_outputs == self.shape.num_tokens:
             return self
-        return Batch(self.numbers, self.shape, only_outputs_attend=True)
+        return Batch(self.numbers, self.shape, True, self._is_windowed)
+
+    def select_window_blocks(self) -> "Batch":
+        """Return the batch for layers with windows: `slots` and `block_tables` are of their blocks."""
+        if not self.shape.num_windowed:
+            return self
+        return Batch(self.numbers, self.shape, self._only_outputs_attend, is_windowed=True)
 
     def attending(self, x: Tensor) -> Tensor:
         """Return the rows of x [T, *] that attend: all rows, or the output rows [R, *]."""
@@ -161,14 +179,12 @@ class Batch:
         state_reads: Sequence[int] = (),
         state_writes: Sequence[int] = (),
         state_ends: Sequence[int] = (),
+        window_slots: Sequence[int] = (),
+        window_tables: Collection[list[int]] = (),
     ) -> "Batch":
-        """Create a batch on the CPU. Adapter slots and state fields may be empty, as in `BatchShape`."""
+        """Create a batch on the CPU. Fields with a default may be empty, as in `BatchShape`."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few distinct shapes
-        tables: list[int] = []
-        for table in block_tables:
-            tables += table
-            tables += [0] * (width - len(table))
         fields = (
             token_ids,
             positions,
@@ -183,7 +199,9 @@ class Batch:
             state_reads,
             state_writes,
             state_ends,
-            tables,
+            window_slots,
+            _padded(block_tables, width),
+            _padded(window_tables, width),
         )
         numbers: list[int] = []
         for field in fields:
@@ -191,8 +209,16 @@ class Batch:
             while len(numbers) % ALIGNMENT:
                 numbers.append(0)
         sizes = len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows)
-        shape = BatchShape(*sizes, num_adapted=len(adapter_slots), num_states=len(state_reads))
+        shape = BatchShape(*sizes, len(adapter_slots), len(state_reads), len(window_tables))
         return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
+
+
+def _padded(tables: Iterable[list[int]], width: int) -> list[int]:
+    numbers: list[int] = []
+    for table in tables:
+        numbers += table
+        numbers += [0] * (width - len(table))
+    return numbers
 
 
 LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
@@ -279,11 +305,27 @@ class KVCache:
     """The model's compute dtype."""
     num_slots: int = 0
     """The slots of each recurrent state; 0 if no layer of the model is recurrent."""
+    num_window_blocks: int = 0
+    """The blocks of the layers with sliding windows; 0 if all layers have the same blocks."""
+    has_window_blocks: Sequence[bool] = ()
+    """For each of `layers`, whether its blocks are `num_window_blocks`; empty if none is."""
 
     @property
     def attention_layers(self) -> list[LayerCache]:
         """The keys and values of the attention layers, in order."""
         return [*filter(None, map(attention_cache, self.layers))]
+
+    @property
+    def windowed(self) -> "KVCache":
+        """The layers with blocks of their own."""
+        layers = [layer for layer, is_windowed in zip(self.layers, self.has_window_blocks, strict=False) if is_windowed]
+        return KVCache(layers, self.num_window_blocks, self.block_size, self.dtype)
+
+    @property
+    def unwindowed(self) -> "KVCache":
+        """All other layers."""
+        layers = [layer for layer, is_windowed in zip_longest(self.layers, self.has_window_blocks) if not is_windowed]
+        return KVCache(layers, self.num_blocks, self.block_size, self.dtype, self.num_slots)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -33,6 +33,8 @@ class CacheContent(NamedTuple):
     heads: Heads | None
     """Of the keys and values. None: the layer has no attention."""
     states: StateShapes = ()
+    window: int | None = None
+    """The most tokens that a token attends to, itself included. None: all tokens before it."""
 
     @property
     def kind(self) -> CacheKind:
@@ -178,16 +180,23 @@ class CausalLM(Module, ABC):
     def layer_caches(self) -> list[CacheContent]:
         """The content of each layer's cache. A layer that reads an earlier layer's cache has an empty one."""
         shared = self.config.shared_caches
-        return [
-            CacheContent(None) if number in shared else self._layer_cache(layer)
+        contents = [
+            (number, self._layer_cache(layer))
             for number, layer in enumerate(self.layers)
             if not isinstance(layer, MissingLayer)
         ]
+        return [content._replace(heads=None) if number in shared else content for number, content in contents]
+
+    @property
+    def longest_window(self) -> int | None:
+        """The longest window of a layer of any stage. None: no layer has a window."""
+        windows = [content.window for content in (*self.layer_caches, *self.other_caches.values())]
+        return max((window for window in windows if window is not None), default=None)
 
     def _layer_cache(self, layer: nn.Module) -> CacheContent:
         attention, recurrent = self.attention_module(layer), self.recurrent_module(layer)
-        heads = None if attention is None else attention.heads
-        return CacheContent(heads, () if recurrent is None else recurrent.state_shapes)  # type: ignore[arg-type]
+        heads, states = getattr(attention, "heads", None), getattr(recurrent, "state_shapes", ())
+        return CacheContent(heads, states, getattr(attention, "window", None) or getattr(attention, "chunk", None))
 
     def recurrent_module(self, layer: nn.Module) -> nn.Module | None:
         """Return the recurrent module of a decoder layer. None: it has none."""
@@ -257,8 +266,14 @@ class CausalLM(Module, ABC):
         """
         inputs, last = self.layer_inputs(batch, cache.dtype), self.config.num_hidden_layers - 1
         layers, shared = self.layers[numbers.start : numbers.stop], self.config.shared_caches
-        for number, layer, layer_cache in zip(numbers, layers, cache.layers, strict=True):
-            layer_batch = batch.select_output_rows() if number == last else batch
+        batches = batch, batch.select_window_blocks() if cache.num_window_blocks else batch
+        has_window_blocks = cache.has_window_blocks or [False] * len(layers)
+        for number, layer, layer_cache, is_windowed in zip(
+            numbers, layers, cache.layers, has_window_blocks, strict=True
+        ):
+            layer_batch = batches[is_windowed]
+            if number == last:
+                layer_batch = layer_batch.select_output_rows()
             source = shared.get(number)
             if source is not None and source in numbers:
                 layer_cache = cache.layers[source - numbers.start]

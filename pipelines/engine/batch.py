@@ -1,6 +1,7 @@
 """Build the model's input tensors from a step plan or from whole prompts."""
 
 import itertools
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from models.batch import Batch
@@ -56,6 +57,8 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
     output_rows: list[int] = []
     adapter_slots: list[int] = []
     state_ends: list[int] = []
+    window_slots: list[int] = []
+    window_tables = [part.sequence.window_table for part in parts if part.sequence.window_table]
     state_slots = [part.state_slots for part in parts if part.state_slots is not None]
     starts, output_starts = [0], [0]
     for sequence, start, new_token_ids, num_outputs, adapter_slot, slots_of_state, num_drafts in parts:
@@ -63,7 +66,9 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         token_ids += new_token_ids
         positions += range(prefix.first_position + start, prefix.first_position + after)
         places = range(prefix.num_tokens + start, prefix.num_tokens + after)
-        slots += [table[p // block_size] * block_size + p % block_size for p in places]
+        slots += _slots(table, places, block_size)
+        if window_tables:
+            window_slots += _slots(sequence.window_table, places, block_size)
         length = len(sequence.token_ids) if sequence.is_past_threshold else sequence.num_prompt_tokens
         prompt_lengths += [0 if prefix.num_tokens else length] * len(new_token_ids)
         adapter_slots += [adapter_slot] * len(new_token_ids)
@@ -88,7 +93,13 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         state_reads=[slots.read for slots in state_slots],
         state_writes=[slots.write for slots in state_slots],
         state_ends=state_ends,
+        window_slots=window_slots,
+        window_tables=window_tables,
     )
+
+
+def _slots(table: list[int], places: Iterable[int], block_size: int) -> list[int]:
+    return [table[p // block_size] * block_size + p % block_size for p in places]
 
 
 def prompt_batch(
@@ -98,20 +109,24 @@ def prompt_batch(
     prompt_features: list[tuple[int, ...]],
     block_size: int,
     is_recurrent: bool = False,
+    window_tables: Collection[list[int]] = (),
 ) -> Batch:
     """Flatten whole prompts, each with its own blocks. The last `num_outputs` tokens of each prompt are output rows.
 
-    `is_recurrent`: whether the model has recurrent layers. Their states are not kept.
+    `is_recurrent`: whether the model has recurrent layers. Their states are not kept. `window_tables`: the blocks of the
+    layers with windows, unless all layers have the same blocks.
     """
     lengths = [len(prompt) for prompt in prompts]
     ends = list(itertools.accumulate(lengths))
-    places = [
-        (table, position) for table, length in zip(block_tables, lengths, strict=True) for position in range(length)
-    ]
+
+    def slots(tables: Iterable[list[int]]) -> list[int]:
+        parts = (_slots(table, range(length), block_size) for table, length in zip(tables, lengths, strict=True))
+        return [*itertools.chain(*parts)]
+
     return Batch.of(
         token_ids=list(itertools.chain(*prompts)),
-        positions=[position for _, position in places],
-        slots=[table[p // block_size] * block_size + p % block_size for table, p in places],
+        positions=[position for length in lengths for position in range(length)],
+        slots=slots(block_tables),
         block_tables=block_tables,
         query_starts=[0, *ends],
         context_lengths=lengths,
@@ -122,4 +137,6 @@ def prompt_batch(
         state_reads=[-1] * len(prompts) * is_recurrent,
         state_writes=[-1] * len(prompts) * is_recurrent,
         state_ends=ends * is_recurrent,
+        window_slots=slots(window_tables) if window_tables else (),
+        window_tables=window_tables,
     )

@@ -14,7 +14,7 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
-from pipelines.engine.kv_cache import state_manager_of
+from pipelines.engine.kv_cache import state_manager_of, window_blocks_of
 from pipelines.engine.request import Output, Pooling, Request, SequenceGroup, Sink
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.scheduler import Scheduler
@@ -60,7 +60,8 @@ class Engine(StepLoop):
         self.divergence: ProbeResult | None = None  # None if it is not measured
         vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
         state_manager = state_manager_of(cache, self.capabilities.is_recurrent)
-        sizes = self.num_blocks, block_size, state_manager.num_slots
+        windows = window_blocks_of(cache, model.longest_window, config.max_batched_tokens)
+        sizes = self.num_blocks, block_size, state_manager.num_slots, windows.max_sequences
         self.requests = RequestFactory(tokenizer, vocab_size, self.capabilities, config, *sizes)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
         scheduler = Scheduler(
@@ -71,6 +72,7 @@ class Engine(StepLoop):
             self.adapters.slots,
             state_manager,
             config.eos_token_ids,
+            windows,
         )
         super().__init__(scheduler, block_size, vocab_size, looks_ahead=self.device.type == "cuda")
         self._make_executor = make_executor

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -71,15 +72,14 @@ class Executor:
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_features
-            is_recurrent = model.config.capabilities.is_recurrent
-            self.decode_steps = GraphSteps(
-                self.compute, GraphPool().capture, *sizes, self.device, is_recurrent=is_recurrent
+            graphs = partial(
+                GraphSteps,
+                is_recurrent=model.config.capabilities.is_recurrent,
+                is_windowed=cache.num_window_blocks > 0,
             )
+            self.decode_steps = graphs(self.compute, GraphPool().capture, *sizes, self.device)
             if has_adapters(model):
-                capture = GraphPool().capture
-                self.adapted_steps = GraphSteps(
-                    self.compute, capture, *sizes, self.device, with_adapters=True, is_recurrent=is_recurrent
-                )
+                self.adapted_steps = graphs(self.compute, GraphPool().capture, *sizes, self.device, with_adapters=True)
 
     def stop_recording(self) -> None:
         """Compute every step eagerly from now on. A recorded step reads the weights of its recording."""

@@ -29,6 +29,7 @@ PADDING = {  # values of padding rows: sequences without new tokens, which atten
     "state_reads": -1,
     "state_writes": -1,
     "state_ends": 0,
+    "window_slots": -1,
 }
 
 
@@ -53,17 +54,20 @@ class GraphSteps:
         device: torch.device,
         with_adapters: bool = False,
         is_recurrent: bool = False,
+        is_windowed: bool = False,
     ) -> None:
         """Captures steps of all sizes; if a graph cannot hold the model's operations, captures none and logs a warning.
 
         `capture` returns a function that repeats the computation on the current content of the inputs. `with_adapters`:
-        capture steps for batches with adapters. `is_recurrent`: whether the model has recurrent layers.
+        capture steps for batches with adapters. `is_recurrent`: whether the model has recurrent layers. `is_windowed`:
+        whether layers with windows have blocks of their own.
         """
         self._compute = compute
         self._sizes = graph_sizes(max_sequences)
         shapes = {
             size: BatchShape(
-                size, size, table_width, num_prompt_features, size, size * with_adapters, size * is_recurrent
+                *(size, size, table_width, num_prompt_features, size),
+                *(size * with_adapters, size * is_recurrent, size * is_windowed),
             )
             for size in self._sizes
         }
@@ -135,4 +139,5 @@ def fill(target: Batch, batch: Batch) -> None:
         to[: len(starts)] = starts
         to[len(starts) :] = starts[-1]
     width = min(batch.block_tables.shape[1], target.block_tables.shape[1])
-    target.block_tables[: len(batch.block_tables), :width] = batch.block_tables[:, :width]
+    for to, tables in (target.block_tables, batch.block_tables), (target.window_tables, batch.window_tables):
+        to[: len(tables), :width] = tables[:, :width]

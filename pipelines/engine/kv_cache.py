@@ -15,11 +15,14 @@ from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine.snapshots import MIN_TOKENS
 from pipelines.engine.state_manager import StateManager
+from pipelines.engine.window_blocks import WindowBlocks
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by device type
 TOKENS_PER_SNAPSHOT = 256
 MOST_EMPTY_BLOCKS = 2**18
 """The most blocks of a model without attention. They need no memory but the lists of the block manager."""
+TOKENS_PER_WINDOW = 4096
+"""A cache whose size the user gives keeps a window for each prompt of this length, so that a next turn finds both."""
 AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is allocated
 
 
@@ -31,34 +34,39 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     num_state_slots: int = 0,
+    num_window_blocks: int = 0,
 ) -> KVCache:
     """Allocate an uninitialised cache for `CausalLM.layer_caches`.
 
     `formats`: of the keys and values of each attention layer; None: not quantised. `dtype`: the dtype that the model
-    computes in. `num_state_slots`: the number of sequences whose recurrent states it holds.
+    computes in. `num_state_slots`: the number of sequences whose recurrent states it holds. `num_window_blocks`: the
+    blocks of the layers with windows; 0: `num_blocks` too.
     """
     if formats is None:
         formats = [(Unquantised(), Unquantised())] * len(layers)
     next_formats = iter(formats)
 
-    def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
-        size = (num_blocks, block_size, num_heads)
+    def paged(format: KVFormat, count: int, num_heads: int, channels: int) -> PagedVectors:
+        size = (count, block_size, num_heads)
         # The values of a latent (MLA) cache have no channels, so there is nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    def attention_part(heads: Heads) -> LayerCache:
+    def attention_part(heads: Heads, count: int) -> LayerCache:
         of_keys, of_values = next(next_formats)
         return (
-            paged(of_keys, heads.num_key_value_heads, heads.head_dim),
-            paged(of_values, heads.num_key_value_heads, heads.value_head_dim),
+            paged(of_keys, count, heads.num_key_value_heads, heads.head_dim),
+            paged(of_values, count, heads.num_key_value_heads, heads.value_head_dim),
         )
 
     def of_layer(layer: CacheContent) -> AnyCache:
         sizes = [((num_state_slots, *state.shape), state.dtype or dtype) for state in layer.states]
         states = LayerState(tuple(torch.empty(size, dtype=kind, device=device) for size, kind in sizes))
-        return join_cache(None if layer.heads is None else attention_part(layer.heads), states)
+        count = num_blocks if layer.window is None else num_window_blocks or num_blocks
+        return join_cache(None if layer.heads is None else attention_part(layer.heads, count), states)
 
-    return KVCache([of_layer(layer) for layer in layers], num_blocks, block_size, dtype, num_state_slots)
+    caches = [of_layer(layer) for layer in layers]
+    windowed = [layer.window is not None for layer in layers] if num_window_blocks else []
+    return KVCache(caches, num_blocks, block_size, dtype, num_state_slots, num_window_blocks, windowed)
 
 
 def unsharded_token(content: CacheContent, cache: KVCache) -> dict[str, Tensor]:
@@ -89,6 +97,22 @@ class CacheRoom:
     """0 in a pipeline stage without attention layers."""
     bytes_per_slot: int
     """0 in a pipeline stage without recurrent layers."""
+    window_bytes_per_token: int = 0
+    """Of the layers with windows. `bytes_per_token` does not include them."""
+
+    def num_window_blocks(self, block_size: int, blocks_per_window: int) -> int:
+        """Return the blocks of one window for each TOKENS_PER_WINDOW tokens that the other layers have blocks for."""
+        share = blocks_per_window * block_size / TOKENS_PER_WINDOW
+        return int(share * self.num_bytes / (block_size * (self.bytes_per_token + share * self.window_bytes_per_token)))
+
+    def with_window_blocks(self, num_window_blocks: int, block_size: int) -> "CacheRoom":
+        """Return what the layers with windows leave to the others. 0: all layers have the same blocks."""
+        size = self.window_bytes_per_token
+        if not num_window_blocks:
+            return CacheRoom(self.num_bytes, self.bytes_per_token + size, self.bytes_per_slot)
+        return CacheRoom(
+            self.num_bytes - num_window_blocks * block_size * size, self.bytes_per_token, self.bytes_per_slot
+        )
 
     def num_blocks(self, block_size: int, num_slots: int) -> int:
         """Return the number of blocks that fit into the memory that this number of slots leaves. A token needs bytes."""
@@ -127,7 +151,34 @@ def cache_room(cache: KVCache, memory: str, free: int, num_ranks: int = 1, num_s
         contents = f"one block and 4 recurrent states of {slot_bytes:,} bytes" if slot_bytes else "one block"
         limits = f"from {least} ({contents}) to {free} (all free memory) bytes"
         raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
-    return CacheRoom(cache_bytes, cache.bytes_per_token, slot_bytes)
+    window_bytes = cache.windowed.bytes_per_token
+    return CacheRoom(cache_bytes, cache.bytes_per_token - window_bytes, slot_bytes, window_bytes)
+
+
+def choose_window_blocks(
+    rooms: Sequence[CacheRoom],
+    block_size: int,
+    blocks_per_window: int,
+    needed_blocks: int,
+    wanted_blocks: int,
+    memory: str,
+) -> int:
+    """Return the number of blocks of the layers with windows; 0: as many as other layers have, which need no more.
+
+    `needed_blocks`: enough for all requests and one step. An automatic cache has no more, another one also keeps windows
+    of earlier prompts. `wanted_blocks`: as for `choose_sizes`.
+    """
+    windowed = [room for room in rooms if room.window_bytes_per_token]
+    if not windowed or any(room.bytes_per_slot for room in rooms):
+        return 0
+    together = [room.with_window_blocks(0, block_size) for room in rooms]
+    equal = min(room.num_blocks(block_size, 0) for room in together if room.bytes_per_token)
+    if memory == "auto":
+        number, equal = needed_blocks, min(equal, wanted_blocks)
+    else:
+        number = max(needed_blocks, min(room.num_window_blocks(block_size, blocks_per_window) for room in windowed))
+    has_other_layers = any(room.bytes_per_token for room in rooms)
+    return number if needed_blocks < equal and (number < equal or not has_other_layers) else 0
 
 
 def choose_sizes(
@@ -159,6 +210,18 @@ def slot_cost(cache: KVCache) -> str:
     return f"1 slot of recurrent states = {cost}; {cache.num_slots} slots"
 
 
+def window_memory(cache: KVCache) -> str:
+    """Return the sizes of the cache's two kinds of blocks, for a user; empty if all layers have the same blocks."""
+    if not cache.num_window_blocks:
+        return ""
+    sizes = (
+        (cache.num_blocks, cache.unwindowed.bytes_per_token),
+        (cache.num_window_blocks, cache.windowed.bytes_per_token),
+    )
+    blocks = [f"{count:,} blocks = {count * cache.block_size * size / 1e6:,.1f} MB" for count, size in sizes]
+    return f"KV cache: {blocks[0]} of layers with full attention; {blocks[1]} of layers with sliding windows"
+
+
 def state_manager_of(cache: KVCache, is_recurrent: bool) -> StateManager:
     """Return the manager of the cache's state slots. A state that is cheaper than MIN_TOKENS of KV is saved more often.
 
@@ -167,6 +230,11 @@ def state_manager_of(cache: KVCache, is_recurrent: bool) -> StateManager:
     if not is_recurrent:
         return StateManager(0)
     return StateManager(cache.num_slots, saves_outputs=cache.bytes_per_slot < MIN_TOKENS * cache.bytes_per_token)
+
+
+def window_blocks_of(cache: KVCache, window: int | None, max_batched_tokens: int) -> WindowBlocks:
+    """Return the manager of the blocks of layers with windows, of which `window` is the longest. None: no layer has one."""
+    return WindowBlocks(cache.num_window_blocks, cache.block_size, window or 1, max_batched_tokens)
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:

@@ -73,7 +73,7 @@ class LaunchedStep:
             return None
         scheduled, first_rows = map(list, zip(*grown, strict=True))
         step = copy.copy(self)
-        step.plan = StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [])
+        step.plan = StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [], [])
         step.first_rows = first_rows
         step.is_confirmed = True
         return step

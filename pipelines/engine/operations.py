@@ -113,15 +113,19 @@ class ClearAhead(Operation[None]):
 
 @dataclass(frozen=True)
 class CopyBlocks(Operation[None]):
-    """Copy blocks of the cache in all layers."""
+    """Copy blocks of the cache in all layers. Copies are pairs of source and target."""
 
     copies: list[tuple[int, int]]
-    """Pairs of source and target, at least one."""
+    window_copies: list[tuple[int, int]]
+    """Of the layers with blocks of their own."""
 
     def compute(self, executor: Executor) -> None:
-        sources, targets = torch.tensor(self.copies, device=executor.device).T
-        for keys, values in executor.cache.attention_layers:
-            copy_blocks(keys, values, sources, targets)
+        cache = executor.cache
+        for copies, part in (self.copies, cache.unwindowed), (self.window_copies, cache.windowed):
+            if copies:
+                sources, targets = torch.tensor(copies, device=executor.device).T
+                for keys, values in part.attention_layers:
+                    copy_blocks(keys, values, sources, targets)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import Sequence
 from pipelines.engine.snapshots import NO_SNAPSHOTS, place_snapshots
 from pipelines.engine.state_manager import StateManager
+from pipelines.engine.window_blocks import WindowBlocks
 
 
 class PrefixCache:
@@ -16,8 +17,14 @@ class PrefixCache:
     computed again.
     """
 
-    def __init__(self, block_manager: BlockManager, state_manager: StateManager, turn_end_ids: Set[int]) -> None:
-        self._blocks = block_manager
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        state_manager: StateManager,
+        window_blocks: WindowBlocks,
+        turn_end_ids: Set[int],
+    ) -> None:
+        self._blocks, self._windows = block_manager, window_blocks
         self._states = state_manager
         self._turn_end_ids = turn_end_ids
 
@@ -33,6 +40,7 @@ class PrefixCache:
             cached = self._blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
             if self._states.num_slots:
                 cached = self._take_snapshot(sequence, cached)
+            cached = cached[: self._windows.take(sequence, len(cached))]
         # The first cached block also has the prefix's last tokens. It replaces the prefix's partly filled block.
         sequence.block_table = [*prefix.blocks[:num_full], *cached] if cached else [*prefix.blocks]
         self._blocks.share(sequence.block_table)
@@ -62,6 +70,7 @@ class PrefixCache:
             self._extend_hashes(sequence, full)
             for i in range(before, full):
                 self._blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
+            self._windows.remember(sequence, before, full)
             if self.saves_state(sequence, sequence.num_computed_tokens):
                 self._save_state(sequence)
 

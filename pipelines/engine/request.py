@@ -206,6 +206,10 @@ class Sequence(SamplingContext):
     first_output_position: int | None = None
     """Position of the first token whose output (logits, hidden state) is needed; None: only the last token's output."""
     block_table: list[int] = field(default_factory=list)
+    window_table: list[int] = field(default_factory=list)
+    """Its blocks in the layers with windows, up to the last scheduled token; empty if all layers have the same blocks."""
+    window_start: int = 0
+    """Entries of `window_table` before this one are released."""
     state_slots: list[int] = field(default_factory=list)
     """Slots of its recurrent state: the last one is its own; a slot before it is read by the step in progress."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -251,6 +255,7 @@ class Sequence(SamplingContext):
             detokenizer=self.detokenizer and self.detokenizer.copy(),
             token_ids=list(self.token_ids),
             block_table=list(self.block_table),
+            window_table=list(self.window_table),
             state_slots=list(self.state_slots),
             block_hashes=list(self.block_hashes),
             logprobs=list(self.logprobs),

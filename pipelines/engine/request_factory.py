@@ -43,6 +43,8 @@ class RequestFactory:
     block_size: int
     num_state_slots: int = 0
     """Slots for recurrent states; 0 if no layer of the model is recurrent."""
+    max_window_sequences: int | None = None
+    """The most sequences that the blocks of layers with windows hold; None: any number."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """The prefixes that requests can name."""
 
@@ -200,6 +202,10 @@ class RequestFactory:
             problem = f"the request has {width} sequences, which need {needed} slots for recurrent states"
             remedy = "ask for fewer, or raise device.kv_cache_memory, decode.n or decode.num_beams"
             raise UserError(f"{problem}, but there are {self.num_state_slots}: {remedy}")
+        if self.max_window_sequences is not None and width > self.max_window_sequences:
+            remedy = "ask for fewer, or raise device.kv_cache_memory, decode.n or decode.num_beams"
+            problem = f"the request has {width} sequences, but layers with windows have blocks"
+            raise UserError(f"{problem} for {self.max_window_sequences}: {remedy}")
         if width > self.config.max_batched_tokens:
             limit = f"device.max_batched_tokens={self.config.max_batched_tokens}"
             remedy = "ask for fewer, or raise it, because each sequence needs one token in every step"

@@ -14,6 +14,7 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.prefix_cache import PrefixCache
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 from pipelines.engine.state_manager import StateManager, StateSlots
+from pipelines.engine.window_blocks import WindowBlocks
 
 
 class Scheduled(NamedTuple):
@@ -36,6 +37,8 @@ class StepPlan(NamedTuple):
     """The groups whose tokens are all computed after this step. Only these groups get new tokens."""
     copies: list[tuple[int, int]]
     """Pairs of source and target blocks to copy before the step (copy-on-write of shared blocks)."""
+    window_copies: list[tuple[int, int]]
+    """The same for layers with blocks of their own."""
 
 
 class Scheduler:
@@ -56,16 +59,19 @@ class Scheduler:
         adapters: AdapterSlots | None = None,
         state_manager: StateManager | None = None,
         turn_end_ids: Set[int] = frozenset(),
+        window_blocks: WindowBlocks | None = None,
     ) -> None:
         """`max_batched_tokens`: token budget of a step, unless the caller passes a smaller one.
 
         `capabilities`: the model's. `adapters`: the slots for requests with an adapter. `state_manager`: the slots for
         recurrent states, unless no layer is recurrent. `turn_end_ids`: the tokens that end a turn of a conversation.
+        `window_blocks`: of the layers with windows, unless all layers have the same blocks.
         """
         self._adapters = adapters
         self.block_manager = block_manager
         self.state_manager = state_manager or StateManager(0)
-        self.prefix_cache = PrefixCache(block_manager, self.state_manager, turn_end_ids)
+        self.window_blocks = window_blocks or WindowBlocks(0, block_manager.block_size, 1, 0)
+        self.prefix_cache = PrefixCache(block_manager, self.state_manager, self.window_blocks, turn_end_ids)
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
         self._needs_whole_prompt = capabilities.needs_whole_prompt
@@ -123,13 +129,13 @@ class Scheduler:
             # Keep the last tokens for a later step, because the outputs of all sequences are needed together.
             for sequence in group.sequences:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
-        scheduled = [
-            self._schedule(group, sequence, count)
-            for group in groups
-            for sequence in group.sequences
-            if (count := num_new_tokens[sequence])
-        ]
-        return StepPlan(scheduled, ready, copies)
+        scheduled, window_copies = list[Scheduled](), list[tuple[int, int]]()
+        for group in groups:
+            for sequence in group.sequences:
+                if count := num_new_tokens[sequence]:
+                    window_copies += self.window_blocks.extend(sequence, sequence.num_computed_tokens + count)
+                    scheduled.append(self._schedule(group, sequence, count))
+        return StepPlan(scheduled, ready, copies, window_copies)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan` before the new tokens of `plan` are known. Each sequence gets one more token.
@@ -149,7 +155,8 @@ class Scheduler:
             return None
         for sequence, num_blocks in missing.items():
             sequence.block_table += self.block_manager.allocate(num_blocks)
-        return StepPlan([_next_token(item) for item in plan.scheduled], plan.ready, [])
+            self.window_blocks.extend(sequence, len(sequence.token_ids) + 1)
+        return StepPlan([_next_token(item) for item in plan.scheduled], plan.ready, [], [])
 
     def reserve(self, plan: StepPlan, max_draft_counts: list[int], max_tokens: int | None = None) -> list[int]:
         """Reserve blocks for up to `max_draft_counts[i]` draft tokens of each scheduled sequence; return the counts granted.
@@ -172,6 +179,7 @@ class Scheduler:
             if (missing := self._num_missing_blocks(sequence, max_drafts)) > 0:
                 sequence.block_table += blocks.allocate(missing)
                 self._reserved.append(sequence)
+            self.window_blocks.extend(sequence, num_tokens + max_drafts)
             budget -= max_drafts
             granted.append(max_drafts)
         return granted
@@ -191,6 +199,7 @@ class Scheduler:
             sequence.num_computed_tokens += item.num_new_tokens
             self.state_manager.keep_last(sequence.state_slots)
             self.prefix_cache.remember(sequence, item.num_new_tokens)
+            self.window_blocks.slide(sequence)
             if sequence.first_output_position is not None:
                 is_complete = not sequence.num_uncomputed_tokens
                 sequence.first_output_position = None if is_complete else sequence.num_computed_tokens
@@ -228,6 +237,7 @@ class Scheduler:
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a copy that shares the sequence's blocks (copy-on-write) and its state slot."""
         self.block_manager.share(sequence.block_table)
+        self.window_blocks.share(sequence)
         self.state_manager.share(sequence.state_slots)
         return sequence.fork()
 
@@ -253,6 +263,7 @@ class Scheduler:
         """Raise RuntimeError unless every block and state slot is free, or has as many owners as it counts."""
         sequences = [sequence for group in [*self.running, *self.waiting] for sequence in group.sequences]
         self.block_manager.check_integrity(sequence.block_table for sequence in sequences)
+        self.window_blocks.check_integrity(sequences)
         self.state_manager.check_integrity(sequence.state_slots for sequence in sequences)
 
     def _schedule(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> Scheduled:
@@ -277,8 +288,12 @@ class Scheduler:
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
     def _fits_limits(self, group: SequenceGroup) -> bool:
-        """Whether a further request may run, and the token budget and the state slots suffice for all its sequences."""
+        """Whether a further request may run, and the token budget, the windows' blocks and the state slots suffice."""
         groups = [*self.running, group]
+        num_sequences = sum(g.request.params.num_sequences for g in groups)
+        most = self.window_blocks.max_sequences
+        if most is not None and num_sequences > most:
+            return False
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._needs_whole_prompt:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
@@ -390,6 +405,7 @@ class Scheduler:
         if (surplus := -self._num_missing_blocks(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]
+        self.window_blocks.trim(sequence)
 
     def _written_block(self, sequence: Sequence) -> int | None:
         """Return the partly filled block that the next token goes to, if any.
@@ -413,6 +429,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)
+        self.window_blocks.release(sequence)
         self.state_manager.free(sequence.state_slots)
         sequence.block_table = []
         sequence.num_computed_tokens = 0

@@ -92,8 +92,8 @@ class StepLoop:
             max_tokens = share if max_tokens is None else min(max_tokens, share)
         while len(microbatches) < num_microbatches:
             plan = self.scheduler.plan(max_tokens, [plan for plan, _ in microbatches], num_microbatches)
-            if plan.copies:
-                executor.run(CopyBlocks(plan.copies))
+            if plan.copies or plan.window_copies:
+                executor.run(CopyBlocks(plan.copies, plan.window_copies))
             if num_microbatches == 1:
                 return self._launch(self.speculator.extend(plan, max_tokens))
             if not plan.scheduled:
@@ -165,9 +165,9 @@ class StepLoop:
 
     def num_at_once(self, num_tokens: int) -> int:
         """Return how many prompts of `num_tokens` tokens `hidden_states` takes in one step."""
-        blocks = self.scheduler.block_manager
-        by_memory = blocks.num_free_blocks // blocks.num_blocks_for(num_tokens)
-        return min(by_memory, self.scheduler.max_batched_tokens // num_tokens)
+        blocks, windows = self.scheduler.block_manager, self.scheduler.window_blocks
+        num_free = min(blocks.num_free_blocks, windows.num_free_blocks if windows.num_blocks else blocks.num_blocks)
+        return min(num_free // blocks.num_blocks_for(num_tokens), self.scheduler.max_batched_tokens // num_tokens)
 
     @torch.inference_mode()
     def hidden_states(self, prompts: list[list[int]], num_outputs: list[int]) -> Tensor:
@@ -175,13 +175,16 @@ class StepLoop:
 
         The prompts' keys and values are read from the cache, as for requests. Takes at most `num_at_once` prompts.
         """
-        blocks = self.scheduler.block_manager
+        blocks, windows = self.scheduler.block_manager, self.scheduler.window_blocks
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
+        window_tables = [windows.allocate(len(table)) for table in tables if windows.num_blocks]
         try:
             features = [self.executor.prompt_features(prompt) for prompt in prompts]
             is_recurrent = self.scheduler.state_manager.num_slots > 0
-            batch = prompt_batch(prompts, num_outputs, tables, features, self.block_size, is_recurrent)
+            batch = prompt_batch(prompts, num_outputs, tables, features, self.block_size, is_recurrent, window_tables)
             return self.executor.run(Hidden(batch))
         finally:
             for table in tables:
                 blocks.free(table)
+            for table in window_tables:
+                windows.free(table)

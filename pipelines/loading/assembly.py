@@ -38,12 +38,14 @@ def assemble(
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     draft: ModelPlan | None = None,
     driver: "Driver | None" = None,
+    window_blocks: bool = False,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` concurrent requests.
 
     `on_bytes(done, total)` reports the progress of loading. `draft`: the draft model, planned for the same device and
-    dtype. `driver`: the driver of the ranks that compute the model together. Raises UserError if the weights do not
-    match the model, and if memory is too small.
+    dtype. `driver`: the driver of the ranks that compute the model together. `window_blocks`: let layers with
+    windows have blocks of their own, unless drafts of a model or kept prefixes need one pool. Raises UserError if the
+    weights do not match the model, and if memory is too small.
     """
     decode = decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
@@ -55,16 +57,17 @@ def assemble(
         load_planned(planned, on_bytes)
     adapters = load_adapters(plan, driver)
     most_sequences = max(AUTO_SEQUENCES, num_sequences)
-    num_tokens = [settings.context.num_tokens] * most_sequences
-    num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
-    num_tokens += [row.num_slots for file in kept_files for row in file.rows]
-    num_slots = StateManager.num_needed(most_sequences) + sum(len(file.rows) for file in kept_files)
-    caches = make_caches(device, plans, num_tokens, num_slots, reserved, driver)
+    kept_lengths = [row.num_slots for file in kept_files for row in file.rows]
+    of_prefixes = [prefix.num_tokens for prefix in prefixes.values()] + kept_lengths
+    num_tokens = [settings.context.num_tokens] * most_sequences + of_prefixes
+    num_slots = StateManager.num_needed(most_sequences) + len(kept_lengths)
+    needs_one_pool = draft is not None or kept_files or plan.model.config.capabilities.predicts_ahead
+    max_windows = most_sequences if window_blocks and not needs_one_pool else 0
+    caches = make_caches(device, plans, num_tokens, num_slots, max_windows, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
+    of_model = settings.context, settings.eos_token_ids, settings.decode_defaults
     config = EngineConfig(
-        settings.context,
-        settings.eos_token_ids,
-        settings.decode_defaults,
+        *of_model,
         max_num_requests,
         device.max_batched_tokens,
         num_graph_sequences=num_graph_sequences,

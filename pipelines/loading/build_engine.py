@@ -25,11 +25,13 @@ def build_engine(
     decode: DecodeConfig,
     max_num_requests: int,
     progress: ProgressSink,
+    window_blocks: bool = False,
 ) -> Engine:
     """Return the engine for at most `max_num_requests` concurrent requests.
 
-    `device`: prepared with `options`. With ranks it is the engine of rank 0; closing it ends the other ranks. Raises
-    UserError for an invalid checkpoint or tokenizer, and if the options contradict the files.
+    `device`: prepared with `options`. `window_blocks`: as for `assemble`. With ranks it is the engine of rank 0;
+    closing it ends the other ranks. Raises UserError for an invalid checkpoint or tokenizer, and if the options
+    contradict the files.
     """
     settings = read_request_settings(ready.options, ready.source)
     source = ready.source.with_mtp_layer() if decode.speculate is Speculate.mtp else ready.source
@@ -48,6 +50,7 @@ def build_engine(
         if driver is not None:
             plan = driver.part(full_plan)
         source.warn_of_unread_keys()
-        engine = assemble(plan, options, decode, settings, max_num_requests, progress.loaded, draft, driver)
+        sizes = options, decode, settings, max_num_requests
+        engine = assemble(plan, *sizes, progress.loaded, draft, driver, window_blocks)
         on_error.pop_all()
     return engine

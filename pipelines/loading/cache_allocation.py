@@ -15,9 +15,12 @@ from pipelines.engine.kv_cache import (
     allocate_kv_cache,
     cache_room,
     choose_sizes,
+    choose_window_blocks,
     free_memory,
     slot_cost,
+    window_memory,
 )
+from pipelines.engine.window_blocks import blocks_per_sequence
 from pipelines.jobs.run_log import note
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
 from pipelines.loading.model_plan import ModelPlan
@@ -55,14 +58,16 @@ def room_of(plans: list[ModelPlan], config: DeviceConfig, free: int, num_ranks: 
     layers = [*chain.from_iterable(plan.model.layer_caches for plan in plans)]
     formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
     block_size, meta = config.block_size or BLOCK_SIZE[plans[0].device.type], torch.device("meta")
-    one = allocate_kv_cache(layers, 1, block_size, formats, plans[0].dtype, meta, num_state_slots=1)
+    one = allocate_kv_cache(layers, 1, block_size, formats, plans[0].dtype, meta, 1, num_window_blocks=1)
     return cache_room(one, config.kv_cache_memory, free, num_ranks, num_sharing)
 
 
-def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int, num_state_slots: int) -> KVCache:
+def allocate_cache(
+    plan: ModelPlan, config: DeviceConfig, num_blocks: int, num_state_slots: int, num_window_blocks: int
+) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[plan.device.type]
-    layers, formats = plan.model.layer_caches, cache_formats(plan)
-    return allocate_kv_cache(layers, num_blocks, block_size, formats, plan.dtype, plan.device, num_state_slots)
+    layers, settings = plan.model.layer_caches, (cache_formats(plan), plan.dtype, plan.device)
+    return allocate_kv_cache(layers, num_blocks, block_size, *settings, num_state_slots, num_window_blocks)
 
 
 def make_caches(
@@ -70,13 +75,15 @@ def make_caches(
     plans: list[ModelPlan],
     num_tokens: list[int],
     num_slots: int,
+    max_windows: int,
     reserved: int,
     driver: "Driver | None",
 ) -> list[KVCache]:
     """Allocate one KV cache per model, all with the same number of blocks. Leave `reserved` bytes free for a step.
 
     `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
-    `num_slots`: the recurrent states that it has room for besides snapshots, if memory allows.
+    `num_slots`: the recurrent states that it has room for besides snapshots, if memory allows. `max_windows`: how
+    many sequences run at once, if layers with windows may have blocks of their own, else 0.
     """
     device = plans[0].device
     block_size = config.block_size or BLOCK_SIZE[device.type]
@@ -84,10 +91,16 @@ def make_caches(
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
     ranks = (driver.context.size, driver.context.num_sharing) if driver else (1, 1)
     rooms = [room_of(plans, config, free, *ranks), *(driver.other_rooms() if driver else [])]
-    sizes = choose_sizes(rooms, block_size, wanted_blocks, num_slots, config.kv_cache_memory)
-    caches = [allocate_cache(plan, config, *sizes) for plan in plans]
-    for cost in filter(None, map(slot_cost, caches)):
-        note(cost)
+    window, num_window_blocks, memory = plans[0].model.longest_window, 0, config.kv_cache_memory
+    if max_windows and window is not None:
+        per_window = blocks_per_sequence(window, block_size)
+        needed = max_windows * per_window + -(-config.max_batched_tokens // block_size)
+        num_window_blocks = choose_window_blocks(rooms, block_size, per_window, needed, wanted_blocks, memory)
+    rooms = [room.with_window_blocks(num_window_blocks, block_size) for room in rooms]
+    sizes = choose_sizes(rooms, block_size, wanted_blocks, num_slots, memory)
+    caches = [allocate_cache(plan, config, *sizes, num_window_blocks) for plan in plans]
+    for line in filter(None, chain(map(slot_cost, caches), map(window_memory, caches))):
+        note(line)
     return caches
 
 

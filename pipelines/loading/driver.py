@@ -85,7 +85,8 @@ class DriverExecutor(Executor):
         groups = driver.context.group, *driver.context.neighbours
         if any(isinstance(group, Gloo) for group in groups):
             num_graph_sequences = 0  # a CUDA graph cannot capture gloo's transfers through the CPU
-        self._workers.tell(MakeExecutor(cache.num_blocks, cache.num_slots, num_graph_sequences, table_width))
+        sizes = cache.num_blocks, cache.num_slots, cache.num_window_blocks
+        self._workers.tell(MakeExecutor(*sizes, num_graph_sequences, table_width))
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None

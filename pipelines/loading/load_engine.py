@@ -46,7 +46,8 @@ def open_engine(
     source = open_model(head) if open_model else resolve_model(run.model, head)
     _check(run.parallel.mode, max_num_requests, run.device.max_batched_tokens)
     ready = calibrated(run, source, progress)
-    engine = build_engine(ready, device, run.device, run.parallel, run.decode, max_num_requests, progress)
+    options = run.device, run.parallel, run.decode
+    engine = build_engine(ready, device, *options, max_num_requests, progress, window_blocks=True)
     engine.divergence = probe(run, source, engine, progress)
     return source, engine
 

@@ -12,6 +12,7 @@ class MakeExecutor:
 
     num_blocks: int
     num_state_slots: int
+    num_window_blocks: int
     num_graph_sequences: int
     table_width: int
 

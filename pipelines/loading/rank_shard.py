@@ -75,7 +75,7 @@ class RankShard:
 
     def _make_executor(self, operation: MakeExecutor) -> None:
         if self._cache is None:
-            sizes = operation.num_blocks, operation.num_state_slots
+            sizes = operation.num_blocks, operation.num_state_slots, operation.num_window_blocks
             self._cache = allocate_cache(self._plan, self._config, *sizes)
         graphs, width = operation.num_graph_sequences, operation.table_width
         self._executor = Executor(self._plan.model, self._cache, graphs, width, self._config.decode_threads)

@@ -149,7 +149,7 @@ def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> 
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False), prefix=prefix))
     plan = engine.scheduler.plan()
     if plan.copies:
-        engine.executor.run(CopyBlocks(plan.copies))
+        engine.executor.run(CopyBlocks(plan.copies, plan.window_copies))
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)

@@ -180,7 +180,7 @@ def confirmed(plan: StepPlan) -> StepPlan:
         for i in plan.scheduled
         if i.drafts and i.sequence in i.group.sequences and i.sequence.token_ids[-1] == i.drafts[0]
     ]
-    return StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [])
+    return StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [], [])
 
 
 def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:

@@ -56,7 +56,7 @@ class ModelProposer(Proposer):
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
-            self.executor.run(CopyBlocks(copies))
+            self.executor.run(CopyBlocks(copies, []))
         for _, target in copies:
             self._hashes.pop(target, None)
 

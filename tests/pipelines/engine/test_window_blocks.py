@@ -1,0 +1,119 @@
+"""Layers with windows keep only the blocks that the next tokens attend to, and every output is as with one pool."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import DeviceConfig, DeviceType
+from conf.speculation import Speculate
+from models.causal_lm import CacheContent
+from models.layers.attention import Heads
+from pipelines.engine import Engine
+from pipelines.engine.kv_cache import CacheRoom, allocate_kv_cache, cache_room, choose_sizes, choose_window_blocks
+from pipelines.engine.window_blocks import blocks_per_sequence
+from pipelines.jobs.report import NO_PROGRESS
+from pipelines.loading import assembly
+from pipelines.loading.build_engine import build_engine
+from pipelines.loading.model_source import ReadyModel, resolve_model
+from tests.helpers.builders import generate, run_config
+from tests.helpers.catalog import write_other
+
+KINDS = (
+    {"temperature": 0.0, "logprobs": 2},
+    {"n": 3, "temperature": 1.0, "seed": 1, "logprobs": 2},
+    {"num_beams": 3},
+    {"temperature": 0.0, "speculate": Speculate.ngram, "logprobs": 2},
+)
+SIZES = [  # block_size, max_batched_tokens, kv_cache_memory, the sequences that windows have blocks for
+    (16, 256, "8MB", 16),
+    (4, 16, "2MB", 3),
+    (16, 64, "0.6MB", 3),  # requests are preempted
+    (64, 128, "4MB", 4),
+    (1, 37, "4MB", 3),
+]
+
+
+def engine_with(folder: Path, window_blocks: bool, block_size: int, max_tokens: int, memory: str) -> Engine:
+    device = DeviceConfig(DeviceType.cpu, block_size=block_size, max_batched_tokens=max_tokens, kv_cache_memory=memory)
+    run = run_config(folder)
+    ready = ReadyModel(resolve_model(run.model), run.model, run.quant)
+    cpu = torch.device("cpu")
+    return build_engine(ready, cpu, device, run.parallel, run.decode, 3, NO_PROGRESS, window_blocks)
+
+
+def outputs_of(engine: Engine, seed: int) -> list[object]:
+    """Return the tokens and log probabilities of requests that share beginnings of different lengths."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 96) for _ in range(300)]
+    outputs = []
+    for decode in KINDS * 2:
+        prompts = [
+            shared[: draw.choice((0, 64, 100, 256, 300))] + [draw.randrange(3, 96) for _ in range(draw.choice((1, 70)))]
+            for _ in range(3)
+        ]
+        config = DecodeConfig(max_new_tokens=draw.choice((1, 40)), ignore_eos=True, **decode)
+        for output in generate(engine, prompts, config):
+            outputs.append([(row.token_ids, row.logprobs) for row in output.completions])
+    return outputs
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.long), "llama4_text"])
+def test_outputs_are_those_of_one_pool(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks, prefix hits, preemptions, forks, beams and drafts; with as few blocks as the sequences may need."""
+    write_other(tmp_path, family, max_position_embeddings=1024)
+    for seed, (*sizes, memory, num_sequences) in enumerate(SIZES):
+        expected = outputs_of(engine_with(tmp_path, False, *sizes, "8MB"), seed)
+        monkeypatch.setattr(assembly, "AUTO_SEQUENCES", num_sequences)
+        engine = engine_with(tmp_path, True, *sizes, memory)
+        assert 0 < engine.executor.cache.num_window_blocks < engine.num_blocks
+        assert outputs_of(engine, seed) == expected
+
+
+def test_a_sequence_owns_its_window_alone(tmp_path: Path) -> None:
+    write_other(tmp_path, "gemma3", max_position_embeddings=2048)
+    engine = engine_with(tmp_path, True, 16, 128, "8MB")
+    window = engine.executor.model.longest_window
+    assert window == 6
+    windows, most = engine.scheduler.window_blocks, list[int]()
+    group = engine.add(engine.request(0, [3] * 900, DecodeConfig(max_new_tokens=40, ignore_eos=True)))
+    while group.sequences:
+        engine.step()
+        most.append(windows.num_blocks - windows.num_free_blocks)
+        engine.scheduler.check_integrity()
+    assert 0 < max(most) <= blocks_per_sequence(window, 16)
+    assert most[-1] == 0
+    refusal = r"the request has 30 sequences, but layers with windows have blocks for \d+: ask for fewer"
+    with pytest.raises(UserError, match=refusal):
+        engine.request(0, [3], DecodeConfig(n=30, temperature=1.0, max_new_tokens=1))
+
+
+def test_windows_without_a_gain_share_the_blocks_of_all_layers() -> None:
+    """One process; two stages of which one has no window; windows alone; memory for fewer blocks than windows need."""
+    heads, meta = Heads(4, 2, 8, 8), torch.device("meta")
+    layers = [CacheContent(heads), *[CacheContent(heads, window=100)] * 5]
+    one = allocate_kv_cache(layers, 1, 16, None, torch.float32, meta, 1, num_window_blocks=1)
+    token = 2 * 2 * 8 * 4  # bytes of a layer: keys and values, heads, channels, float32
+    room = cache_room(one, "16MB", 10**9)
+    assert (room.bytes_per_token, room.window_bytes_per_token) == (token, 5 * token)
+    per = blocks_per_sequence(100, 16)  # 11 blocks of the window and its tile, and 3
+    assert per == 14
+    # a window for 4,096 tokens, or 256 blocks, of the other layer: 14 / 256 * 5 times its bytes
+    number = choose_window_blocks([room], 16, per, 64, 10**9, "16MB")
+    assert number == int(16e6 * 14 / 256 / (16 * token * (1 + 5 * 14 / 256)))
+    rest = room.with_window_blocks(number, 16)
+    assert choose_sizes([rest], 16, 10**9, 0, "16MB")[0] == (16 * 10**6 - number * 16 * 5 * token) // (16 * token)
+    assert choose_window_blocks([room], 16, per, 64, 5_000, "auto") == 64
+    assert choose_window_blocks([room], 16, per, 64, 64, "auto") == 0  # no more blocks are wanted anyway
+    assert choose_window_blocks([room], 16, per, 10**5, 10**9, "16MB") == 0
+    together = room.with_window_blocks(0, 16)
+    assert (together.num_bytes, together.bytes_per_token) == (16 * 10**6, 6 * token)
+    stages = [room, CacheRoom(16 * 10**6, token, 0)]
+    assert choose_window_blocks(stages, 16, per, 64, 10**9, "16MB") == number
+    alone = CacheRoom(16 * 10**6, 0, 0, 5 * token)
+    number = choose_window_blocks([alone], 16, per, 64, 5_000, "16MB")
+    assert number == 16 * 10**6 // (16 * 5 * token)
+    assert choose_sizes([alone.with_window_blocks(number, 16)], 16, 5_000, 0, "16MB") == (5_000, 0)
