@@ -23,6 +23,7 @@ MAX_LIST = 1024  # entries of a list in a request
 MAX_STOP = 16384  # characters of all stop strings: each is a state of an automaton
 MAX_NGRAM = 1024  # tokens: longer sequences do not repeat by chance
 MAX_DIGITS = 20  # of a token id
+MAX_BREAKERS, MAX_BREAKER = 64, 64  # each is compared with every token of the vocabulary
 
 
 def _is_unicode(text: str) -> bool:
@@ -62,6 +63,12 @@ def _is_list_of(is_entry: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and len(value) <= MAX_LIST and all(map(is_entry, value))
 
 
+def _are_breakers(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > MAX_BREAKERS:
+        return False
+    return all(isinstance(text, str) and 1 <= len(text) <= MAX_BREAKER and _is_unicode(text) for text in value)
+
+
 def _are_few_ids(value: Any) -> bool:
     return value == [] or (_are_ids(value) and len(value) <= MAX_LIST)
 
@@ -76,7 +83,8 @@ class DecodeConfig:
     """How tokens are chosen.
 
     Beam search if num_beams > 1, contrastive search if penalty_alpha > 0, sampling if temperature > 0, else greedy.
-    Logits are processed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
+    Logits are processed in this order: biases, penalties, DRY, bans, forced tokens, guide, temperature, top_n_sigma,
+    top_k, typical_p, top_p, min_p, XTC.
     Tokens are forced by a limit on reasoning, forced_bos_token_id and forced_eos_token_id.
     A null setting takes its value from the checkpoint's generation_config.json, else from NEUTRAL. A setting that
     another setting switches off (USED_WITH) causes a warning.
@@ -103,6 +111,18 @@ class DecodeConfig:
     """Keep the most likely tokens up to and including the token whose cumulative probability reaches top_p."""
     min_p: float | None = option(None, minimum=0, maximum=1, neutral=0.0)
     """Keep tokens whose probability is at least this share of the highest probability."""
+    typical_p: float | None = option(None, above=0, maximum=1, neutral=1.0)
+    """Keep the tokens whose surprise is closest to the expected one, until their probabilities sum to typical_p."""
+    top_n_sigma: float | None = option(None, minimum=-1, below=math.inf, note="0 and -1 keep all tokens", neutral=0.0)
+    """Keep tokens whose logit is at most this many standard deviations below the highest; 0 or -1: all."""
+    xtc_probability: float | None = option(None, minimum=0, maximum=1, neutral=0.0)
+    """Probability of each token to be drawn without the most likely choices (XTC)."""
+    xtc_threshold: float | None = option(None, minimum=0, maximum=1, neutral=0.1)
+    """XTC drops all tokens of at least this probability but the least likely; above 0.5: none."""
+    dynatemp_range: float | None = option(None, minimum=0, below=math.inf, neutral=0.0)
+    """The temperature follows the entropy, from temperature - dynatemp_range (not below 0) to temperature + it."""
+    dynatemp_exponent: float | None = option(None, above=0, below=math.inf, neutral=1.0)
+    """Power of the entropy's share of its maximum."""
     n: int = option(
         1,
         minimum=1,
@@ -134,6 +154,23 @@ class DecodeConfig:
     """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = option(0.0, minimum=-2, maximum=2)
     """Subtracted from a token's logit once per occurrence in the output."""
+    dry_multiplier: float | None = option(None, minimum=0, below=math.inf, neutral=0.0)
+    """DRY: subtract dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that would repeat
+    a sequence of n + 1 tokens. 0: off."""
+    dry_base: float | None = option(None, minimum=1, below=math.inf, neutral=1.75)
+    dry_allowed_length: int | None = option(None, minimum=0, maximum=2**31 - 1, neutral=2)
+    """Repetitions of up to this many tokens have no penalty."""
+    dry_penalty_last_n: int | None = option(None, minimum=-1, maximum=2**31 - 1, neutral=-1)
+    """DRY searches this many last tokens; -1: all."""
+    dry_sequence_breakers: Any = option(
+        None,
+        form=(
+            _are_breakers,
+            f"at most {MAX_BREAKERS} texts of 1 to {MAX_BREAKER} characters, without half a surrogate pair",
+        ),
+        neutral=["\n", ":", '"', "*"],
+    )
+    """Texts that no repetition of DRY reaches past."""
     no_repeat_ngram_size: int | None = option(None, minimum=0, maximum=MAX_NGRAM, note="0: no limit", neutral=0)
     """No sequence of this many tokens, at most 1024, occurs twice in prompt and output; 0: no limit."""
     logit_bias: Any = option(
@@ -295,7 +332,7 @@ class DecodeConfig:
                 search = f"decode.{name}={value}, whose candidates compete"
                 warn_once(f"decode.speculate={self.speculate.name} is not used with {search}")
         lossy = self.speculation.acceptance is Acceptance.top_p_window and self.speculate is not Speculate.none
-        for name in ("top_k", "min_p") if lossy and self.temperature else ():
+        for name in ("top_k", "min_p", *FURTHER) if lossy and self.temperature else ():
             if (value := getattr(self, name)) not in (None, NEUTRAL[name]):
                 only = "is used for the first token alone with decode.speculation.acceptance=top_p_window"
                 warn_once(f"decode.{name}={value} {only}: give decode.speculation.max_candidates for the others")
@@ -368,13 +405,24 @@ def _is_of(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
+FURTHER = ("typical_p", "top_n_sigma", "xtc_probability", "dynatemp_range")
+OF_LLAMA_CPP = (
+    *(*FURTHER, "xtc_threshold", "dynatemp_exponent", "dry_multiplier", "dry_base", "dry_allowed_length"),
+    *("dry_penalty_last_n", "dry_sequence_breakers"),
+)
+"""Settings with the names of llama.cpp's server, in requests too."""
 NEUTRAL = neutral_values(DecodeConfig)
 """The neutral values of settings that may be null."""
 
 USED_WITH = {
     "top_k": ("temperature", "penalty_alpha"),
     "top_p": ("temperature",),
-    "min_p": ("temperature",),
+    **dict.fromkeys(("min_p", "typical_p", "top_n_sigma", "xtc_probability", "dynatemp_range"), ("temperature",)),
+    "xtc_threshold": ("xtc_probability",),
+    "dynatemp_exponent": ("dynatemp_range",),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), ("dry_multiplier",)
+    ),
     "length_penalty": ("num_beams",),
     "early_stopping": ("num_beams",),
     "num_return_sequences": ("num_beams",),

@@ -186,6 +186,17 @@ LLAMA_CPP = (
     Former("--threads", "device.threads=1"),
     Former("--repeat-penalty", "decode.repetition_penalty=1.1"),
     Former("--min-p", "decode=sampling decode.min_p=0.05"),
+    Former("--typical", "decode=sampling decode.typical_p=0.9"),
+    Former("--top-nsigma", "decode=sampling decode.top_n_sigma=1.0"),
+    Former(
+        "--xtc-probability", "decode=sampling decode.xtc_probability=0.5", "--xtc-threshold is decode.xtc_threshold"
+    ),
+    Former(
+        "--dynatemp-range", "decode=sampling decode.dynatemp_range=0.5", "--dynatemp-exp is decode.dynatemp_exponent"
+    ),
+    Former(
+        "--dry-multiplier", "decode.dry_multiplier=0.8", "the other settings of DRY have the same names: decode.dry_*"
+    ),
     Former("--n-predict", "decode.max_new_tokens=64"),
     Former("--cache-type-k", "quant.kv_cache=int8", "keys and values alike"),
     Former("--cache-type-v", "quant.kv_cache=int8", "keys and values alike"),

@@ -1,4 +1,4 @@
-"""Logits processing of all rows: biases, penalties, allowed tokens, bans, forced tokens, guides, in this order.
+"""Logits processing of all rows: biases, penalties, DRY, allowed tokens, bans, forced tokens, guides, in this order.
 
 It changes only the affected tokens. On a GPU it does not synchronise, and a row's last token may be on the GPU only.
 Dimensions: R rows, V vocabulary entries.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.mask_logits import mask_logits
+from pipelines.engine.dry import penalties as dry_penalties
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.request import SamplingContext
 from pipelines.engine.token_counts import TokenCounts
@@ -20,12 +21,17 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether the CPU needs the last token: for no_repeat_ngram_size, banned or biased sequences, a guide, or
-    reasoning at its limit.
+    """Return whether the CPU needs the last token: for no_repeat_ngram_size, DRY, banned or biased sequences, a guide,
+    or reasoning at its limit.
     """
     p = context.params
     sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
-    if p.no_repeat_ngram_size or context.guide or (context.thinking and context.thinking.depends_on_next):
+    if (
+        p.no_repeat_ngram_size
+        or p.dry_multiplier
+        or context.guide
+        or (context.thinking and context.thinking.depends_on_next)
+    ):
         return True
     return any(len(ids) > 1 for ids in sequences)
 
@@ -53,6 +59,10 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
         flat.scatter_add_(0, places, to_device([bias for _, bias in biases], torch.float32, device))
     if penalised:
         _penalise(flat, vocab_size, contexts, penalised, last_tokens)
+    dry = [(start + id, -penalty) for start, context, _ in rows for id, penalty in _dry(context) if id < vocab_size]
+    if dry:
+        places = to_device([place for place, _ in dry], torch.int64, device)
+        flat.scatter_add_(0, places, to_device([penalty for _, penalty in dry], torch.float32, device))
     if restricted:
         allowed_ids = to_device(allowed, torch.int64, device)
         values = flat[allowed_ids]
@@ -93,7 +103,7 @@ def _needs_processing(context: SamplingContext, num_unknown: int) -> bool:
     biases = p.logit_bias or p.sequence_bias
     bans = p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size or context.guide
     return (
-        bool(biases or bans or _forced(context, num_unknown))
+        bool(biases or bans or p.dry_multiplier or _forced(context, num_unknown))
         or _is_penalised(context)
         or _may_not_end(context, num_unknown)
     )
@@ -124,6 +134,14 @@ def _forced(context: SamplingContext, num_unknown: int) -> tuple[int, ...]:
         return ()
     last = p.last_token_ids if place == p.max_new_tokens - 1 else ()
     return last or (p.first_token_ids if place == 0 else ())
+
+
+def _dry(context: SamplingContext) -> Iterable[tuple[int, float]]:
+    p = context.params
+    if not p.dry_multiplier:
+        return ()
+    settings = p.dry_multiplier, p.dry_base, p.dry_allowed_length, p.dry_penalty_last_n
+    return dry_penalties(context.token_ids, p.dry_breakers, *settings).items()
 
 
 def _is_penalised(context: SamplingContext) -> bool:

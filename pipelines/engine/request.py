@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.dry import Breakers
 from pipelines.engine.guide import Guide
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.snapshots import NO_SNAPSHOTS, Snapshots
@@ -52,6 +53,12 @@ class SamplingParams:
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
     n: int
     num_beams: int
     length_penalty: float
@@ -61,6 +68,11 @@ class SamplingParams:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_breakers: Breakers
     no_repeat_ngram_size: int
     logit_bias: dict[int, float]
     bad_words: tuple[tuple[int, ...], ...]

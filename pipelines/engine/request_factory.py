@@ -12,6 +12,7 @@ from conf.errors import UserError, list_known_names, shortened
 from conf.speculation import DraftOrder, Speculate
 from models.capabilities import ModelCapabilities
 from models.tokenizers.base import Tokenizer
+from pipelines.engine.dry import Breakers, find_breakers
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import (
@@ -56,6 +57,10 @@ class RequestFactory:
     def _bad_words(self) -> Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]:
         return functools.lru_cache(NUM_KEPT)(self._encode_words)
 
+    @functools.cached_property
+    def _breakers_of(self) -> Callable[[tuple[str, ...]], Breakers]:
+        return functools.lru_cache(NUM_KEPT)(self._find_breakers)
+
     def prepare(self, decode: DecodeConfig) -> None:
         """Precompute the slow parts of `make` that depend only on the settings. Thread-safe.
 
@@ -63,6 +68,7 @@ class RequestFactory:
         """
         if decode.bad_words and self.tokenizer is not None:
             self._bad_words(tuple(decode.bad_words))
+        self._breakers(decode)
         if decode.guide is not None:
             self.guides.begin(decode.guide)
 
@@ -93,6 +99,7 @@ class RequestFactory:
         num_prompt = len(prompt_token_ids)
         context = replace(self.config.context, num_prefix_tokens=placed.num_tokens)
         params = resolve_sampling_params(decode, num_prompt, context, self.config.eos_token_ids, bad_words)
+        params = replace(params, dry_breakers=self._breakers(decode))
         if sink is not None and params.num_beams > 1:
             raise UserError(
                 f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
@@ -168,9 +175,25 @@ class RequestFactory:
             if getattr(decode, name) and self.tokenizer is None:
                 remedy = "give token ids instead, or model.tokenizer=PATH"
                 raise UserError(f"decode.{name}={getattr(decode, name)} needs a tokenizer: {remedy}")
+        breakers = decode.dry_sequence_breakers
+        if breakers not in (None, [], NEUTRAL["dry_sequence_breakers"]) and self.tokenizer is None:
+            raise UserError(f"decode.dry_sequence_breakers={breakers} needs a tokenizer: give model.tokenizer=PATH")
         if decode.guide is not None:
             self.guides.begin(decode.guide)
         self._begin_thinking(decode, [])
+
+    def _breakers(self, decode: DecodeConfig) -> Breakers:
+        """Return the breakers of DRY; none without a tokenizer."""
+        if not decode.dry_multiplier or self.tokenizer is None:
+            return {}
+        texts = decode.dry_sequence_breakers
+        return self._breakers_of(tuple(NEUTRAL["dry_sequence_breakers"] if texts is None else texts))
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> Breakers:
+        assert self.tokenizer is not None
+        tokenizer = self.tokenizer
+        pieces = [tokenizer.token_bytes(id) or b"" for id in range(self.vocab_size)]
+        return find_breakers(pieces, texts, lambda text: tokenizer.encode(text, False))
 
     def _check_ids(self, kind: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
@@ -268,6 +291,7 @@ def _sampling_params(
         "bad_words": (*bad_words, *banned, *((id,) for id in decode.suppress_tokens or [])),
         "sequence_bias": tuple((tuple(ids), bias) for ids, bias in decode.sequence_bias or []),
         "first_token_ids": (),
+        "dry_breakers": {},
         "last_token_ids": tuple(_ids(decode.forced_eos_token_id)),
         "stop": tuple(decode.stop),
         "stop_token_ids": stop_token_ids,

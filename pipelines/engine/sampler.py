@@ -1,7 +1,7 @@
 """Chooses tokens from logits, with small pure functions.
 
 Dimensions: R rows, V vocabulary entries. A banned token has the logit -inf. Order: bias, penalties, bans and guides
-(logits.py), temperature, top_k, top_p, min_p.
+(logits.py), temperature, top_k, top_p, min_p; truncation.py has the order with its further settings.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,12 @@ from torch import Tensor
 from kernels.sampling import draw, most_likely
 from pipelines.engine.logits import process_logits, to_device
 from pipelines.engine.request import SamplingContext, TokenLogprobs
+from pipelines.engine.truncation import draw_truncated, truncates
 
 MASK64 = 2**64 - 1
 NO_TOKEN = -1
+XTC = 0x585443
+"""Changes the seed for the numbers that switch XTC on, so that they do not depend on those that choose tokens."""
 
 
 def sample(logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
@@ -54,6 +57,28 @@ def _choose(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: in
 
 
 def _draw_rows(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
+    further = [row for row, context in enumerate(contexts) if truncates(context.params)]
+    if not further:
+        return _draw_plain(logits, contexts, num_unknown)
+    tokens = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
+    plain = [row for row in range(len(contexts)) if row not in further]
+    for numbers, draw_some in (plain, _draw_plain), (further, _draw_further):
+        if numbers:
+            rows = to_device(numbers, torch.int64, logits.device)
+            tokens.index_copy_(0, rows, draw_some(logits[rows], [contexts[row] for row in numbers], num_unknown))
+    return tokens
+
+
+def _draw_further(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
+    numbers: list[float] = []
+    for context in contexts:
+        step = context.num_output_tokens + num_unknown
+        numbers += next_uniform(context, num_unknown), uniform(_mix(_sample_seed(context) ^ XTC), step)
+    uniforms = to_device(numbers, torch.float64, logits.device).view(-1, 2)
+    return draw_truncated(logits, [context.params for context in contexts], uniforms)
+
+
+def _draw_plain(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
     settings: list[float] = []
     for context in contexts:
         p = context.params

@@ -58,18 +58,16 @@ def assemble(
     adapters = load_adapters(plan, driver)
     most_sequences = max(AUTO_SEQUENCES, num_sequences)
     kept_lengths = [row.num_slots for file in kept_files for row in file.rows]
-    of_prefixes = [prefix.num_tokens for prefix in prefixes.values()] + kept_lengths
-    num_tokens = [settings.context.num_tokens] * most_sequences + of_prefixes
+    num_tokens = [settings.context.num_tokens] * most_sequences + kept_lengths
+    num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_slots = StateManager.num_needed(most_sequences) + len(kept_lengths)
     needs_one_pool = draft is not None or kept_files or plan.model.config.capabilities.predicts_ahead
     max_windows = most_sequences if window_blocks and not needs_one_pool else 0
     caches = make_caches(device, plans, num_tokens, num_slots, max_windows, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
-    of_model = settings.context, settings.eos_token_ids, settings.decode_defaults
     config = EngineConfig(
-        *of_model,
-        max_num_requests,
-        device.max_batched_tokens,
+        *(settings.context, settings.eos_token_ids, settings.decode_defaults),
+        *(max_num_requests, device.max_batched_tokens),
         num_graph_sequences=num_graph_sequences,
         decode_threads=device.decode_threads,
         unavailable_proposers=unavailable_proposers(plan, draft),

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from conf.decoding import NEUTRAL, DecodeConfig
+from conf.decoding import FURTHER, NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.tokenizers import Tokenizer
@@ -11,7 +11,7 @@ from models.tokenizers import Tokenizer
 log = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", *FURTHER}
 SEARCH = {"num_beams", "num_return_sequences", "penalty_alpha"}
 SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # settings that the file may set
 OTHER = set(

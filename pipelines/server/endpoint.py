@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from conf.decoding import NEUTRAL, DecodeConfig
+from conf.decoding import NEUTRAL, OF_LLAMA_CPP, DecodeConfig
 from conf.errors import UserError, list_known_names, shortened
 from models.tokenizers import Message
 from pipelines.jobs.interrupt import Interruption
@@ -20,6 +20,7 @@ FIELDS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    **{name: name for name in OF_LLAMA_CPP},
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
@@ -27,8 +28,8 @@ FIELDS = {
     "stop": "stop",
     "seed": "seed",
 }
-"""Decode settings that servers accept, and their request fields. top_k, min_p and repetition_penalty are extensions of
-vLLM, which our server also accepts.
+"""Decode settings that servers accept, and their request fields. Our server also accepts the extensions of vLLM (top_k,
+min_p and repetition_penalty) and of llama.cpp.
 """
 PIECES = ("content", "reasoning_content", "tool_calls")
 """Fields of a delta that the page shows."""

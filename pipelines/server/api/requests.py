@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from conf.decoding import MAX_LIST
+from conf.decoding import MAX_BREAKER, MAX_BREAKERS, MAX_LIST
 from pipelines.server.api.errors import bad_request, not_allowed
 from pipelines.server.api.skipping import NotUsed, Skippable
 
@@ -46,6 +46,7 @@ TokenIds: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_LIST, fail_f
 NumTokens: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 TopP: TypeAlias = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: share or LEAST_SHARE)]
+Breaker: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 PromptIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt: TypeAlias = str | list[int]
@@ -170,7 +171,7 @@ class StructuredOutputs(Shape):
 
 
 class Sampling(Body):
-    """Fields shared by all generation requests: OpenAI's settings, then vLLM's."""
+    """Fields shared by all generation requests: OpenAI's settings, then vLLM's and llama.cpp's."""
 
     names_model = True
 
@@ -196,6 +197,17 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1000)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    dynatemp_range: Annotated[float, Field(ge=0, le=100)] | None = None
+    dynatemp_exponent: Annotated[float, Field(gt=0, le=100)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=1000)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=1000)] | None = None
+    dry_allowed_length: NumTokens | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=MAX_BREAKERS, fail_fast=True)] | None = None
     min_tokens: NumTokens | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from conf.decoding import OF_LLAMA_CPP
 from conf.errors import UserError
 from conf.json_schemas import prepared
 from pipelines.server.api.errors import ApiError, bad_request
@@ -17,6 +18,7 @@ SAME = {
     "temperature": "temperature",
     "top_p": "top_p",
     "min_p": "min_p",
+    **{name: name for name in OF_LLAMA_CPP},
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",

@@ -45,6 +45,17 @@ def test_every_field_that_is_a_setting_becomes_it() -> None:
         "max_tokens": 30,
         "cache_salt": "mine",
         "prompt_logprobs": 3,
+        "typical_p": 0.8,
+        "top_n_sigma": 1.5,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dynatemp_range": 0.3,
+        "dynatemp_exponent": 2.0,
+        "dry_multiplier": 0.8,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ["\n", "end"],
     }
     expected = {
         **{name: value for name, value in fields.items() if name in vars(DecodeConfig())},
