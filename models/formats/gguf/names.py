@@ -6,7 +6,6 @@ Names are from gguf's constants.py. This module and reader.py undo the changes o
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -444,46 +443,3 @@ NEMOTRON_H = replace(
     in_expert={"ffn_up": "up_proj", "ffn_down": "down_proj"},
     experts="mixer.experts",
 )
-LAYOUTS = {
-    "apertus": APERTUS,
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "mixtral": LLAMA,
-    "qwen": QWEN,
-    "qwen2": LLAMA,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3,
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5_text": QWEN35,
-    "qwen3_5_moe_text": QWEN35,
-    "granite": LLAMA,
-    "granitemoehybrid": GRANITE_HYBRID,
-    "falcon_h1": FALCON_H1,
-    "mamba2": MAMBA2,
-    "nemotron_h": NEMOTRON_H,
-    "gpt_oss": GPT_OSS,
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
-    "gemma4_text": GEMMA4,
-    "phi3": PHI3,
-    "glm": GLM,
-    "glm4": GLM4,
-    "chatglm": CHATGLM2,
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
-    "gpt2": GPT2,
-    "gpt_bigcode": STARCODER,
-    "mpt": MPT,
-    "bloom": BLOOM,
-    "kimi_linear": KIMI_LINEAR,
-    "lfm2": LFM2,
-    "lfm2_moe": LFM2,
-}
-"""By model_type."""
-
-
-def layout_of(model_type: str, config: Any) -> TensorLayout:
-    """Return the layout of the file that is written for a model with this config."""
-    if model_type == "granitemoehybrid" and config.num_experts > 0:
-        return GRANITE_MIXTURE
-    return KIMI_LINEAR_OUTPUT if model_type == "kimi_linear" else LAYOUTS[model_type]

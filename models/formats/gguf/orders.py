@@ -28,7 +28,10 @@ class RowOrder:
         return torch.cat((tensor[: self.first], self.permute(tensor[self.first :])))
 
 
-ROTARY_PAIRS = ("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+ROTARY_PAIRS = (
+    *("llama", "mistral3", "arcee", "smollm3", "olmo"),
+    *("granite", "granitehybrid", "nemotron_h", "nemotron_h_moe"),
+)
 """The architectures in whose q and k the channels of a rotary pair are adjacent."""
 
 
@@ -37,8 +40,8 @@ def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
 
     `config`: from read_gguf_config.
     """
-    if architecture == "bloom":
-        heads = config.count("n_head")
+    if architecture in ("bloom", "gptneox"):
+        heads = config.count("n_head" if architecture == "bloom" else "num_attention_heads")
         return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
     if architecture in ROTARY_PAIRS:
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}

@@ -18,7 +18,8 @@ from models.formats.base import Checkpoint
 from models.formats.gguf.config import read_gguf_config
 from models.formats.gguf.halves import Halves, find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
-from models.formats.gguf.names import LAYOUTS, TensorLayout
+from models.formats.gguf.layouts import LAYOUTS
+from models.formats.gguf.names import TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
 from models.formats.gguf.scales import SCALED, of_expert, with_scales
 from models.formats.gguf.shares import Share, find_shares

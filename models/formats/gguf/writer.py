@@ -21,7 +21,7 @@ from models.formats.gguf.config_writer import add_config, architecture_of
 from models.formats.gguf.decoder_keys import rotary_factors
 from models.formats.gguf.file_types import FILE_TYPES, tensor_types
 from models.formats.gguf.imatrix import ImportanceMatrix
-from models.formats.gguf.names import layout_of
+from models.formats.gguf.layouts import layout_of
 from models.formats.gguf.output_tensor import OutputTensor, add_importance
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.vocabulary import gguf_vocabulary

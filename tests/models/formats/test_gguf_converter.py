@@ -63,6 +63,28 @@ WRITTEN = {
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
 READ_ONLY = {
     "apertus": ("apertus", 0),
+    "arcee": ("arcee", 1),
+    "cohere": ("cohere", 0),
+    "cohere 2": ("cohere2", 1),
+    "ernie": ("ernie4_5", 2),
+    "gpt-neox": ("gpt_neox", 0),
+    "gpt-neox sequential": ("gpt_neox", 1),
+    "nemotron 4": ("nemotron", 0),
+    "olmo": ("olmo", 0),
+    "olmoe": ("olmoe", 0),
+    "phi 2": ("phi", 1),
+    "stablelm": ("stablelm", 1),
+    "starcoder 2": ("starcoder2", 2),
+    "smollm3": ("smollm3", 2),
+    "seed-oss": ("seed_oss", 1),
+    "exaone 4": ("exaone4", 0),
+    "exaone 4 no windows": ("exaone4", 4),
+    "olmo 2": ("olmo2", 0),
+    "olmo 3": ("olmo3", 1),
+    "hunyuan": ("hunyuan_v1_dense", 1),
+    "hunyuan mixture": ("hunyuan_v1_moe", 2),
+    "ministral 3": ("ministral3", 0),
+    "ministral 3 scaled": ("ministral3", 1),
     "apertus llama3": ("apertus", 1),
     "apertus biases": ("apertus", 2),
     "gemma 4 mixture": ("gemma4", 0),
@@ -80,6 +102,8 @@ OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"mtp_num_hidden_layers": 1},
     "qwen3_next": {"mtp_num_hidden_layers": 1},
     "glm": {"layernorm_epsilon": 1.5625e-7, "seq_length": 240},
+    "cohere 2": {"rotary_pct": 1.0},
+    "hunyuan mixture": {"moe_topk": [1, 1], "moe_intermediate_size": [40, 40], "num_shared_expert": [1, 1]},
 }
 """Keys that the converter reads and transformers 5 does not write; for GLM, keys of its own code's config."""
 UNWRITTEN = {
@@ -157,6 +181,8 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         sizes = {"global_head_dim": 32, "num_kv_shared_layers": 0, "rope_parameters": rope}
         # transformers 5 would remove global_head_dim; the converter reads an unknown type's file as it is
         return sizes | settings | {"model_type": "published"}
+    if family == "gpt_neox":
+        return {"model_type": "published", "rotary_pct": 0.25}
     if family == "granitemoehybrid":
         return {"num_experts_per_tok": 0, **settings}
     if family == "nemotron_h":

@@ -1,0 +1,150 @@
+"""Architectures with rotation and LayerNorms: config keys and tensor names.
+
+Key names are from gguf's constants.py, and what files do not say is from llama.cpp's code of the architecture.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from models.formats.gguf.decoder_config import decoder_shape, has_bias
+from models.formats.gguf.header import GGUFMetadata
+from models.formats.gguf.names import ATTENTION, HEAD_NORMS, LLAMA, MLP, OUTSIDE_LAYERS, PRE_NORMS, TensorLayout
+from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
+
+EPSILON = "attention.layer_norm_epsilon"
+
+STARCODER2 = TensorLayout(OUTSIDE_LAYERS, {**PRE_NORMS, **ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"})
+NEMOTRON = TensorLayout(
+    OUTSIDE_LAYERS,
+    {**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}},
+    norm_offset=1.0,
+    plain_norms=(".bias",),
+)
+COHERE = replace(LLAMA, in_layer={"attn_norm": "input_layernorm", **ATTENTION, **HEAD_NORMS, **MLP})
+PHI2 = TensorLayout(
+    {**OUTSIDE_LAYERS, "output_norm": "model.final_layernorm"},
+    {
+        **{"attn_norm": "input_layernorm", **ATTENTION, "attn_output": "self_attn.dense"},
+        **{"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    },
+)
+GPT_NEOX = TensorLayout(
+    {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
+    {
+        **PRE_NORMS,
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    layers="gpt_neox.layers",
+    settings=(),
+)
+
+
+def _shape(file: GGUFMetadata, epsilon: str) -> dict[str, Any]:
+    """Return the keys of a decoder that rotates the first channels of a head. `epsilon`: the key of its norms' epsilon."""
+    shape = decoder_shape(file, epsilon=EPSILON)
+    channels = rotary_channels(file, shape["head_dim"])
+    return shape | {
+        epsilon: shape.pop("rms_norm_eps"),
+        "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
+        "rope_scaling": rope_scaling(file, channels),
+    }
+
+
+def _starcoder2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of StarCoder 2. Its files have no window: llama.cpp attends to all tokens."""
+    return _whole(_shape(file, "norm_epsilon")) | {
+        "model_type": "starcoder2",
+        "use_bias": has_bias(file, "attn_q"),
+        "sliding_window": None,
+    }
+
+
+def _whole(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys without the share of rotated channels, which the family's config has no key for."""
+    return {key: value for key, value in shape.items() if key != "partial_rotary_factor"}
+
+
+def _nemotron(file: GGUFMetadata) -> dict[str, Any]:
+    biases = {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_up")}
+    return _shape(file, "norm_eps") | {"model_type": "nemotron"} | biases
+
+
+def _stablelm(file: GGUFMetadata) -> dict[str, Any]:
+    return _shape(file, "layer_norm_eps") | {
+        "model_type": "stablelm",
+        "use_qkv_bias": has_bias(file, "attn_q"),
+        "use_parallel_residual": file.read.get("use_parallel_residual", bool, False),
+    }
+
+
+def _cohere(file: GGUFMetadata) -> dict[str, Any]:
+    return _whole(_shape(file, "layer_norm_eps")) | {
+        "model_type": "cohere",
+        "attention_bias": has_bias(file, "attn_q"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "logit_scale": file.read.positive("logit_scale"),
+    }
+
+
+def _cohere2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Cohere 2. In llama.cpp every fourth layer has full attention."""
+    return _whole(_shape(file, "layer_norm_eps")) | {
+        "model_type": "cohere2",
+        "attention_bias": has_bias(file, "attn_q"),
+        "sliding_window": file.read.count("attention.sliding_window"),
+        "sliding_window_pattern": 4,
+        "logit_scale": file.read.positive("logit_scale"),
+    }
+
+
+def _olmo(file: GGUFMetadata) -> dict[str, Any]:
+    clip = file.read.get("attention.clamp_kqv", float, 0.0) or None
+    shape = {key: value for key, value in _whole(_shape(file, EPSILON)).items() if key != EPSILON}
+    return shape | {"model_type": "olmo", "attention_bias": has_bias(file, "attn_q"), "clip_qkv": clip}
+
+
+def _phi2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Phi-2. The converter writes four times the hidden size as the inner size."""
+    shape, inner = _shape(file, "layer_norm_eps"), file.tensors.get("blk.0.ffn_up.weight")
+    return shape | {"model_type": "phi", "intermediate_size": inner.shape[0] if inner else shape["intermediate_size"]}
+
+
+def _gpt_neox(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of GPT-NeoX. The converter writes no base of the rotary frequencies."""
+    shape = _shape(file, "layer_norm_eps")
+    heads = shape.pop("num_key_value_heads")
+    file.read.expect("attention.head_count_kv", (heads, None), None)
+    return shape | {
+        "model_type": "gpt_neox",
+        "rotary_pct": shape.pop("partial_rotary_factor"),
+        "rotary_emb_base": shape.pop("rope_theta"),
+        "attention_bias": has_bias(file, "attn_qkv"),
+        "use_parallel_residual": file.read.get("use_parallel_residual", bool, True),
+    }
+
+
+CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    "starcoder2": _starcoder2,
+    "nemotron": _nemotron,
+    "stablelm": _stablelm,
+    "command-r": _cohere,
+    "cohere2": _cohere2,
+    "olmo": _olmo,
+    "phi2": _phi2,
+    "gptneox": _gpt_neox,
+}
+"""The function that returns the config's keys, by llama.cpp's architecture name."""
+LAYOUTS = {
+    "starcoder2": STARCODER2,
+    "nemotron": NEMOTRON,
+    "cohere": COHERE,
+    "cohere2": COHERE,
+    **dict.fromkeys(("stablelm", "olmo"), LLAMA),
+    "phi": PHI2,
+    "gpt_neox": GPT_NEOX,
+}
+"""By model_type."""

@@ -1,0 +1,168 @@
+"""Architectures that differ from Llama in norms, biases, windows, rotation or experts: config keys and tensor names.
+
+Key names are from gguf's constants.py, and what files do not say is from llama.cpp's code of the architecture.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from models.formats.gguf.decoder_config import decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.header import GGUFMetadata
+from models.formats.gguf.names import (
+    ATTENTION,
+    GATED_MLP,
+    HEAD_NORMS,
+    LLAMA,
+    MLP,
+    OUTSIDE_LAYERS,
+    PRE_NORMS,
+    QWEN3,
+    TensorLayout,
+)
+from models.formats.gguf.rotary import rope_scaling
+
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+TEMPERATURE = "attention.temperature_scale"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+NORMS_AFTER = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **{**ATTENTION, **HEAD_NORMS, **MLP},
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
+SEED_OSS = TensorLayout(
+    OUTSIDE_LAYERS,
+    {"attn_norm": "input_layernorm", **ATTENTION, "post_attention_norm": "post_attention_layernorm", **MLP},
+)
+HUNYUAN = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **{**PRE_NORMS, **ATTENTION, **MLP},
+        **{f"attn_{part[0]}_norm": f"self_attn.{part}_layernorm" for part in ("query", "key")},
+        "ffn_gate_inp": "mlp.gate.wg",
+        **{f"{name}_shexp": f"mlp.shared_mlp.{hf_name}" for name, hf_name in GATED_MLP.items()},
+    },
+    in_expert=GATED_MLP,
+)
+ARCEE = replace(
+    LLAMA, in_layer={**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}}
+)
+
+
+def _biases(file: GGUFMetadata, inner: str = "ffn_gate") -> dict[str, bool]:
+    return {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, inner)}
+
+
+def _arcee(file: GGUFMetadata) -> dict[str, Any]:
+    return rotary_decoder(file) | {"model_type": "arcee"} | _biases(file, "ffn_up")
+
+
+def _smollm3(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of SmolLM3. llama.cpp rotates no query and key in every fourth layer."""
+    return rotary_decoder(file) | {"model_type": "smollm3", "no_rope_layer_interval": 4} | _biases(file)
+
+
+def _seed_oss(file: GGUFMetadata) -> dict[str, Any]:
+    biases = {**_biases(file), "attention_out_bias": has_bias(file, "attn_output")}
+    return rotary_decoder(file) | {"model_type": "seed_oss"} | biases
+
+
+def _ernie(file: GGUFMetadata) -> dict[str, Any]:
+    return rotary_decoder(file) | {"model_type": "ernie4_5", "use_bias": has_bias(file, "attn_q")}
+
+
+def _olmoe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of OLMoE. llama.cpp neither clips nor normalises the weights of a token's experts."""
+    return rotary_decoder(file) | {
+        "model_type": "olmoe",
+        "attention_bias": has_bias(file, "attn_q"),
+        "num_experts": file.read.count("expert_count"),
+        "num_experts_per_tok": file.read.count("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def _layer_types(file: GGUFMetadata, architecture: str) -> list[str] | None:
+    """Return the type of each layer. None: the file has no pattern."""
+    key = f"{architecture}.{WINDOW_PATTERN}"
+    if key not in file.header.arrays:
+        return None
+    slides = file.header.numbers(key, "b", file.read.count("block_count"))
+    return [SLIDING if layer else FULL for layer in slides]
+
+
+def _exaone4(file: GGUFMetadata) -> dict[str, Any]:
+    shape, types = rotary_decoder(file), _layer_types(file, "exaone4")
+    if file.read.raw(WINDOW) is None:
+        return shape | {"model_type": "exaone4", "sliding_window": None}
+    windows = {"sliding_window": file.read.count(WINDOW), "layer_types": types}
+    return shape | {"model_type": "exaone4", "sliding_window_pattern": 4} | windows
+
+
+def _olmo2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of OLMo 2, or of OLMo 3, which has windows."""
+    shape, types = rotary_decoder(file), _layer_types(file, "olmo2")
+    shape |= {"attention_bias": has_bias(file, "attn_q")}
+    if file.read.raw(WINDOW) is None:
+        return shape | {"model_type": "olmo2"}
+    return shape | {"model_type": "olmo3", "sliding_window": file.read.count(WINDOW), "layer_types": types}
+
+
+def _hunyuan_dense(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Hunyuan. The converter has multiplied the base of its rotary frequencies."""
+    file.read.raw("rope.scaling.original_context_length")  # a copy of the context length
+    return rotary_decoder(file) | {"model_type": "hunyuan_v1_dense", "attention_bias": has_bias(file, "attn_q")}
+
+
+def _hunyuan_moe(file: GGUFMetadata) -> dict[str, Any]:
+    shape, read = _hunyuan_dense(file), file.read
+    inner_size = shape["intermediate_size"]
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        read.expect(key, (inner_size,), inner_size)
+    read.expect("expert_shared_count", (1,), 1)
+    experts = {"num_experts": read.count("expert_count"), "moe_topk": read.count("expert_used_count")}
+    return shape | {"model_type": "hunyuan_v1_moe"} | experts
+
+
+def ministral3(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Ministral 3, whose queries grow with their position."""
+    shape, read = decoder_shape(file), file.read
+    read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
+    read.expect("rope.scaling.type", ("yarn",), "yarn")
+    rotary = rope_scaling(file, shape["head_dim"]) or {}
+    rotary |= {
+        "rope_theta": shape.pop("rope_theta"),
+        "mscale": 1.0,
+        "mscale_all_dim": read.get("rope.scaling.yarn_log_multiplier", float, 0.0),
+        "llama_4_scaling_beta": read.positive(TEMPERATURE),
+    }
+    return shape | {"model_type": "ministral3", "rope_parameters": rotary}
+
+
+CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    "arcee": _arcee,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "exaone4": _exaone4,
+    "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "ernie4_5": _ernie,
+    "hunyuan-dense": _hunyuan_dense,
+    "hunyuan-moe": _hunyuan_moe,
+}
+"""The function that returns the config's keys, by llama.cpp's architecture name."""
+LAYOUTS = {
+    "arcee": ARCEE,
+    "smollm3": LLAMA,
+    "ministral3": LLAMA,
+    "ernie4_5": LLAMA,
+    "olmoe": QWEN3,
+    "seed_oss": SEED_OSS,
+    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), NORMS_AFTER),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), HUNYUAN),
+}
+"""By model_type."""
