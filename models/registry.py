@@ -90,6 +90,7 @@ ARCHITECTURES = {
     "gemma": Architecture("Gemma 1, CodeGemma", "gemma.read_config", "gemma.Gemma", INV_FREQ),
     "gemma2": Architecture("Gemma 2", "gemma2.read_config", "gemma2.Gemma2", INV_FREQ),
     "gemma3_text": Architecture("Gemma 3", "gemma3.read_config", "gemma3.Gemma3", INV_FREQ),
+    "gemma3n_text": Architecture("Gemma 3n", "gemma3n_config.read_config", "gemma3n.Gemma3n"),
     "gemma4_text": Architecture("Gemma 4", "gemma4_config.read_config", "gemma4.Gemma4"),
     "gemma4_unified_text": Architecture("Gemma 4 Unified", "gemma4_config.read_unified_config", "gemma4.Gemma4"),
     "glm": Architecture("GLM-4-9B", "glm.read_config", "glm.Glm", INV_FREQ),

@@ -6,6 +6,7 @@ T tokens, E hidden channels, L layers, P channels of a layer's input, N experts,
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,9 +142,12 @@ class Gemma4(CausalLM):
 
     def __init__(self, c: Gemma4Config) -> None:
         super().__init__(c)
-        self.model = Decoder(c)
+        self.model = self.make_decoder(c)
         self.lm_head = CappedHead(self.model.embed_tokens, c.tie_word_embeddings, c.final_logit_softcapping)
         self.rotary = RotaryByLayer(c.rotary, c.sliding_rotary)
+
+    def make_decoder(self, c: Gemma4Config) -> Any:
+        return Decoder(c)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

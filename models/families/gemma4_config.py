@@ -105,9 +105,9 @@ def read_windows(config: ConfigReader, length: int) -> tuple[int | None, ...]:
     return (*layer_windows(config, types, length)[:-1], None)
 
 
-def read_num_sharing(config: ConfigReader, windows: tuple[int | None, ...]) -> int:
+def read_num_sharing(config: ConfigReader, windows: tuple[int | None, ...], default: int = 0) -> int:
     """Return `num_kv_shared_layers`. Raises UserError if a type of layer has no keys and values of its own."""
-    num_sharing = config.get("num_kv_shared_layers", int, 0)
+    num_sharing = config.get("num_kv_shared_layers", int, default)
     own = windows[: max(0, len(windows) - num_sharing)]
     if num_sharing < 0 or {window is None for window in own} != {window is None for window in windows}:
         raise UserError(
@@ -136,7 +136,8 @@ def read_heads(
         raise UserError(f"config.json: per_layer_config={by_layer!r} is not an object of settings by layer")
     heads = [sliding] * len(windows)
     for number, settings in by_layer.items():
-        if number not in {str(i) for i in range(len(windows))} or not isinstance(settings, dict):
+        is_layer = number.isdecimal() and int(number) < len(windows)  # transformers pads numbers: "04"
+        if not is_layer or not isinstance(settings, dict):
             raise UserError(f"config.json: per_layer_config: {number!r} is not the settings of a layer")
         layer = ConfigReader(settings, f"config.json: per_layer_config: {number}")
         heads[int(number)] = layer.count("num_key_value_heads", sliding[0]), layer.count("head_dim", sliding[1])

@@ -16,6 +16,7 @@ TEXT_MODELS = {
     "exaone4_5": "exaone4",
     "fast_vlm": "qwen2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "got_ocr2": "qwen2",

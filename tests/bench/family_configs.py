@@ -238,6 +238,11 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
         "sliding_window": 512,
         "vocab_size": 262144,
     },
+    "gemma3n_text": {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 15, "num_attention_heads": 8},
+        **{"num_key_value_heads": 2, "head_dim": 256, "vocab_size": 262400, "num_kv_shared_layers": 5},
+        **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 262144},
+    },
     "gemma4_text": {
         **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 15, "num_attention_heads": 8},
         **{"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144},

@@ -14,6 +14,7 @@ SIZES: dict[str, Any] = {
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
     "attn_implementation": "eager",
 }
+OF_GEMMA4 = ("global_head_dim",)
 NO_INPUTS = {"hidden_size_per_layer_input": 0}
 INPUTS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 96}
 SHARED = {**INPUTS, "num_kv_shared_layers": 2}  # transformers runs shared keys and values only with inputs per layer
@@ -59,6 +60,7 @@ GEMMAS = {
         ],
         read=[
             ({}, {"rotary.share": 0.25, "rotary.theta": 1e6, "sliding_rotary.theta": 1e4, "rotary.head_dim": 32}),
+            ({"per_layer_config": {"02": {"head_dim": 32}, "4": {"head_dim": 32}}}, {"rotary.head_dim": 32}),
             ({"use_bidirectional_attention": "vision", "num_experts": 8}, {"shared_caches": {}, "mixture": None}),
             (SHARED, {"shared_caches": {3: 2, 4: 1}}),
         ],
@@ -74,6 +76,29 @@ GEMMAS = {
                 {"rope_parameters": {FULL: {"rope_type": "proportional", "factor": 8.0}}},
                 r"factor=8\.0 is not supported: only None, 1",
             ),
+        ],
+    ),
+    "gemma3n": Family(
+        "Gemma3nForCausalLM",
+        model_type="gemma3n_text",
+        sizes={
+            **{key: value for key, value in SIZES.items() if key not in OF_GEMMA4},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 90, "laurel_rank": 5},
+            **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.95, 0.0]},
+        },
+        variants=[
+            {},
+            {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None, "altup_correct_scale": False},
+            {"altup_num_inputs": 3, "altup_active_idx": 1, "final_logit_softcapping": 2.0, "attention_bias": True},
+            {"intermediate_size": [40, 48, 40, 56, 40], "num_key_value_heads": 1, "tie_word_embeddings": False},
+        ],
+        refused=[
+            ({"altup_active_idx": 4}, "altup_num_inputs=4 and altup_active_idx=4 are not at most 8 streams"),
+            (
+                {"activation_sparsity_pattern": [0.5]},
+                r"activation_sparsity_pattern=\[0\.5\] is not a list of 5 numbers",
+            ),
+            ({"intermediate_size": [40]}, r"intermediate_size=\[40\] is not a list of num_hidden_layers=5 numbers"),
         ],
     ),
     "gemma4_unified": Family(

@@ -7,7 +7,6 @@ NOT_SUPPORTED = {
         modernbert-decoder openai-gpt persimmon phi4_multimodal vaultgemma xglm youtu
         """,
     "attention sinks and another form of layers": "flint granite_swa granitemoe_swa mimo_v2_flash",
-    "four streams of hidden states (AltUp)": "gemma3n gemma3n_text",
     "attention to tokens that an indexer chooses": """
         axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text
         """,
