@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from conf.errors import shortened
-from models.batch import Batch, BatchShape, KVCache
+from models.batch import WINDOW_FIELDS, Batch, BatchShape, KVCache
 
 ADAPTERS = "adapter_slots"
 STATES = ("state_reads", "state_writes", "state_ends")
 """The fields of a batch that only a model with recurrent layers has."""
-INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name not in (ADAPTERS, *STATES))
+INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name not in (ADAPTERS, *STATES, *WINDOW_FIELDS))
 """The fields of a batch that every graph has as inputs, in order."""
 STREAM = "stream"
 """An additional input of the graphs of later pipeline stages: the output [T, E] of the previous stage."""

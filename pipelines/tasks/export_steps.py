@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.lora import AdapterTable
 from models.adapters import adaptable_layers
-from models.batch import Batch, KVCache
+from models.batch import WINDOW_FIELDS, Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.graph import ADAPTERS
 from models.layers.lora_target import LoRATarget
@@ -136,7 +136,9 @@ def _batches(vocab_size: int, num_features: int = 0, is_recurrent: bool = False)
 def _adapted(batch: Batch) -> Batch:
     """Return the step with the first adapter, the second adapter and no adapter in rotation."""
     slots = [token % 3 - 1 for token in range(1, batch.shape.num_tokens + 1)]
-    fields = {name: getattr(batch, name).tolist() for name in batch.shape.fields if name != ADAPTERS}
+    fields = {
+        name: getattr(batch, name).tolist() for name in batch.shape.fields if name not in (ADAPTERS, *WINDOW_FIELDS)
+    }
     return Batch.of(**fields, adapter_slots=slots)
 
 

@@ -60,7 +60,7 @@ GEMMAS = {
         ],
         read=[
             ({}, {"rotary.share": 0.25, "rotary.theta": 1e6, "sliding_rotary.theta": 1e4, "rotary.head_dim": 32}),
-            ({"per_layer_config": {"02": {"head_dim": 32}, "4": {"head_dim": 32}}}, {"rotary.head_dim": 32}),
+            ({"per_layer_config": {"01": {"head_dim": 32}, "4": {"head_dim": 32}}}, {"rotary.head_dim": 32}),
             ({"use_bidirectional_attention": "vision", "num_experts": 8}, {"shared_caches": {}, "mixture": None}),
             (SHARED, {"shared_caches": {3: 2, 4: 1}}),
         ],

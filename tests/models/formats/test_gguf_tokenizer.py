@@ -441,7 +441,7 @@ def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Pat
     [
         (
             {"pre": "jina-v2", "model": "gpt2"},
-            "tokenizer.ggml: pre='jina-v2' is not supported: only 'gpt-2', 'mpt', .*: give the Hugging Face checkpoint",
+            "tokenizer.ggml: pre='jina-v2' is not supported: only 'gpt-2', 'phi-2', .*: give the Hugging Face checkpoint",
         ),
         ({"pre": None}, "tokenizer.ggml: pre=None is not supported"),
         ({"merges": ["a zzz"]}, "tokenizer.ggml.merges has 'a zzz', which does not join tokens to a token"),

@@ -180,7 +180,8 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
 
     class Captured:
         def __init__(self, *_: Any, with_adapters: bool = False, is_recurrent: bool, is_windowed: bool) -> None:
-            assert not (is_recurrent or is_windowed)
+            assert not is_recurrent
+            assert not is_windowed
             self._name = "adapted" if with_adapters else "plain"
             ran.append(f"captured {self._name}")
 

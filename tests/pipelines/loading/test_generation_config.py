@@ -41,7 +41,8 @@ def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], ex
     ("values", "unread"),
     [
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
-        ({"do_sample": True, "num_beams": 4, "typical_p": 0.9}, "num_beams, typical_p"),
+        ({"do_sample": True, "num_beams": 4, "epsilon_cutoff": 0.9}, "epsilon_cutoff, num_beams"),
+        ({"typical_p": 0.9}, "typical_p"),
         ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences"),
         ({"decoder_start_token_id": 0, "token_healing": True}, "decoder_start_token_id, token_healing"),
         ({"begin_suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "begin_suppress_tokens"),
