@@ -31,7 +31,10 @@ NO_WORK = (  # they allocate memory without writing it, or return a view without
 REPEATABLE = {  # their output shapes do not depend on input values; operator -> its out= variant
     aten._softmax.default: aten._softmax.out,
     aten._to_copy.default: aten._to_copy.out,
+    aten.abs.default: aten.abs.out,
     aten.add.Tensor: aten.add.out,
+    aten.amax.default: aten.amax.out,
+    aten.amin.default: aten.amin.out,
     aten.arange.default: aten.arange.out,
     aten.arange.start_step: aten.arange.start_out,
     aten.bitwise_not.default: aten.bitwise_not.out,
@@ -49,6 +52,7 @@ REPEATABLE = {  # their output shapes do not depend on input values; operator ->
     aten.gt.Scalar: aten.gt.Scalar_out,
     aten.index.Tensor: aten.index.Tensor_out,
     aten.log.default: aten.log.out,
+    aten.lt.Scalar: aten.lt.Scalar_out,
     aten.lt.Tensor: aten.lt.Tensor_out,
     aten.masked_fill.Scalar: aten.masked_fill.Scalar_out,
     aten.maximum.default: aten.maximum.out,

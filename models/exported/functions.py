@@ -67,14 +67,14 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 """Quintet's operators, by the names of their nodes."""
 ATEN = frozenset(
     """
-    add.Tensor arange.default arange.start bitwise_not.default bucketize.Tensor cat.default chunk.default
-    clamp.default clone.default contiguous.default cos.default div.Tensor embedding.default exp.default expand.default
-    flatten.using_ints floor_divide.default gather.default gt.Scalar index.Tensor log.default lt.Tensor
-    masked_fill.Scalar maximum.default mul.Tensor narrow.default neg.default new_full.default new_zeros.default
-    permute.default reciprocal.default relu.default reshape.default scatter.value select.int sigmoid.default
-    sin.default slice.Tensor softmax.int split_with_sizes.default squeeze.dim stack.default sub.Tensor sum.dim_IntList
-    sym_size.int tanh.default to.dtype topk.default transpose.int unbind.int unflatten.int unsqueeze.default
-    view.default where.self zeros_like.default
+    abs.default add.Tensor amax.default amin.default arange.default arange.start bitwise_not.default bucketize.Tensor
+    cat.default chunk.default clamp.default clone.default contiguous.default cos.default div.Tensor embedding.default
+    exp.default expand.default flatten.using_ints floor_divide.default gather.default gt.Scalar index.Tensor log.default
+    lt.Scalar lt.Tensor masked_fill.Scalar maximum.default mul.Tensor narrow.default neg.default new_full.default
+    new_zeros.default permute.default reciprocal.default relu.default reshape.default scatter.value select.int
+    sigmoid.default sin.default slice.Tensor softmax.int split_with_sizes.default squeeze.dim stack.default sub.Tensor
+    sum.dim_IntList sym_size.int tanh.default to.dtype topk.default transpose.int unbind.int unflatten.int
+    unsqueeze.default view.default where.self zeros_like.default
     """.split()
 )
 """torch's operators, with their overloads."""

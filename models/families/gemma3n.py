@@ -27,7 +27,7 @@ from models.layout import ModelLayout
 
 SMALLEST = 1e-30
 """The epsilon of norms that measure a scale."""
-SMALLEST_SQUARE = 1e-5  # transformers' constant
+SMALLEST_SCALE = 1e-5**0.5  # transformers' constant
 
 
 class RootMeanSquare:
@@ -46,8 +46,7 @@ class RootMeanSquare:
 
     def scaled_like(self, x: Tensor, target: Tensor) -> Tensor:
         """Return x with the root mean square `target` [T, 1]."""
-        own = self(x).square().clamp(min=SMALLEST_SQUARE).sqrt()
-        return x * (target / own).to(x.dtype)
+        return x * (target / self(x).clamp(min=SMALLEST_SCALE)).to(x.dtype)
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -120,8 +119,8 @@ class Laurel(Module):
 
     def __init__(self, c: Gemma3nConfig) -> None:
         super().__init__()
-        self.linear_left = Linear(c.hidden_size, c.laurel_rank, bias=False)
-        self.linear_right = Linear(c.laurel_rank, c.hidden_size, bias=False)
+        self.linear_left = _matrix(c.hidden_size, c.laurel_rank)
+        self.linear_right = _matrix(c.laurel_rank, c.hidden_size)
         self.post_laurel_norm = _norm(c)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
