@@ -52,6 +52,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
             part.copy_(getattr(batch, field)[: len(part)])
         if not count:
             rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
+            rows.block_tables.zero_()  # graphs of other sizes share the memory: block -1 lies before the cache
         hidden, logits, finite = executor.compute(rows)
         padding = (0, 0, 0, len(batch.token_ids) - count)
         hidden, logits = (pad_rows(output[:count], padding, value=torch.nan) for output in (hidden, logits))
