@@ -37,7 +37,7 @@ END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
 YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
-BEYOND_FLOAT16 = ("gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
+BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
 # Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 

@@ -48,6 +48,14 @@ HUNYUAN = TensorLayout(
     },
     in_expert=GATED_MLP,
 )
+QWEN2_MOE = replace(
+    QWEN3,
+    in_layer={
+        **QWEN3.in_layer,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"{name}_shexp": f"mlp.shared_expert.{hf_name}" for name, hf_name in GATED_MLP.items()},
+    },
+)
 ARCEE = replace(
     LLAMA, in_layer={**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}}
 )
@@ -84,6 +92,26 @@ def _olmoe(file: GGUFMetadata) -> dict[str, Any]:
         "num_experts_per_tok": file.read.count("expert_used_count"),
         "norm_topk_prob": False,
     }
+
+
+def _qwen2_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Qwen2-MoE. llama.cpp does not normalise the weights of a token's experts."""
+    shape, read = rotary_decoder(file), file.read
+    per_token = read.count("expert_used_count")
+    return shape | {
+        "model_type": "qwen2_moe",
+        "qkv_bias": has_bias(file, "attn_q"),
+        "num_experts": read.count("expert_count"),
+        "num_experts_per_tok": per_token,
+        # the first files have neither size
+        "moe_intermediate_size": read.count("expert_feed_forward_length", shape["intermediate_size"] // per_token),
+        "shared_expert_intermediate_size": read.count("expert_shared_feed_forward_length", shape["intermediate_size"]),
+        "norm_topk_prob": False,
+    }
+
+
+def _gemma(file: GGUFMetadata) -> dict[str, Any]:
+    return rotary_decoder(file) | {"model_type": "gemma", "attention_bias": has_bias(file, "attn_q")}
 
 
 def _layer_types(file: GGUFMetadata, architecture: str) -> list[str] | None:
@@ -150,6 +178,8 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "exaone4": _exaone4,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
+    "qwen2moe": _qwen2_moe,
+    "gemma": _gemma,
     "ernie4_5": _ernie,
     "hunyuan-dense": _hunyuan_dense,
     "hunyuan-moe": _hunyuan_moe,
@@ -161,6 +191,8 @@ LAYOUTS = {
     "ministral3": LLAMA,
     "ernie4_5": LLAMA,
     "olmoe": QWEN3,
+    "qwen2_moe": QWEN2_MOE,
+    "gemma": replace(LLAMA, norm_offset=1.0),
     "seed_oss": SEED_OSS,
     **dict.fromkeys(("exaone4", "olmo2", "olmo3"), NORMS_AFTER),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), HUNYUAN),
