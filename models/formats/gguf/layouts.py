@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from models.formats.gguf import layer_norm_decoders, llama_relatives, names
+from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives, names
 from models.formats.gguf.names import TensorLayout
 
 LAYOUTS: dict[str, TensorLayout] = {
     **llama_relatives.LAYOUTS,
     **layer_norm_decoders.LAYOUTS,
+    **grouped_mixtures.LAYOUTS,
     "apertus": names.APERTUS,
     "llama": names.LLAMA,
     "mistral": names.LLAMA,

@@ -16,6 +16,7 @@ import sentencepiece
 import torch
 import transformers
 from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -66,7 +67,12 @@ READ_ONLY = {
     "arcee": ("arcee", 1),
     "cohere": ("cohere", 0),
     "cohere 2": ("cohere2", 1),
+    "dots": ("dots1", 1),
     "ernie": ("ernie4_5", 2),
+    "ernie mixture": ("ernie4_5_moe", 0),
+    "ernie mixture, alternating": ("ernie4_5_moe", 1),
+    "glm 4.5": ("glm4_moe", 0),
+    "glm 4.5, no head norms": ("glm4_moe", 3),
     "gpt-neox": ("gpt_neox", 0),
     "gpt-neox sequential": ("gpt_neox", 1),
     "nemotron 4": ("nemotron", 0),
@@ -106,6 +112,7 @@ OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mtp_num_hidden_layers": 1},
     "glm": {"layernorm_epsilon": 1.5625e-7, "seq_length": 240},
     "cohere 2": {"rotary_pct": 1.0},
+    "dots": {"scoring_func": "sigmoid"},
     "hunyuan mixture": {"moe_topk": [1, 1], "moe_intermediate_size": [40, 40], "num_shared_expert": [1, 1]},
 }
 """Keys that the converter reads and transformers 5 does not write; for GLM, keys of its own code's config."""
@@ -186,6 +193,8 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         return sizes | settings | {"model_type": "published"}
     if family == "gpt_neox":
         return {"model_type": "published", "rotary_pct": 0.25}
+    if family == "glm4_moe":
+        return {"num_nextn_predict_layers": 1}
     if family == "granitemoehybrid":
         return {"num_experts_per_tok": 0, **settings}
     if family == "nemotron_h":
@@ -199,6 +208,18 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         published = {"head_dim": 16, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"}
         return published | {"linear_attn_config": {**sizes, "full_attn_layers": full}}
     return {}
+
+
+def add_prediction_layer(file: Path, layer: int) -> None:
+    """Add a layer for multi-token prediction, which transformers does not write, after the last one."""
+    tensors, last = load_file(file), f"model.layers.{layer - 1}."
+    of_last = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
+    norm = of_last["input_layernorm.weight"]
+    added = of_last | {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+    added["eh_proj.weight"] = torch.cat((norm, norm)).expand(len(norm), -1)
+    save_file(
+        tensors | {f"model.layers.{layer}.{name}": t.clone() for name, t in added.items()}, file, {"format": "pt"}
+    )
 
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
@@ -217,6 +238,8 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             in_hub_file = as_published(family, row.variants[variant])
             if family == "kimi_linear":
                 rename_dense_layers(folder / "model.safetensors")
+            if family == "glm4_moe":
+                add_prediction_layer(folder / "model.safetensors", references[name].config.num_hidden_layers)
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none

@@ -1,0 +1,85 @@
+"""Mixtures whose routing scores have a correction, beside Llama's attention: GLM-4.5, dots.llm1, Ernie 4.5.
+
+Key names are from gguf's constants.py, and what files do not say is from llama.cpp's code of the architecture.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from models.formats.gguf.decoder_config import SIGMOID, decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.header import GGUFMetadata
+from models.formats.gguf.names import ATTENTION, DEEPSEEK, HEAD_NORMS, TensorLayout
+from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
+
+NEXTN = {
+    **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+"""The modules of the layers for multi-token prediction."""
+DOTS1 = replace(DEEPSEEK, in_layer={**DEEPSEEK.in_layer, **ATTENTION, **HEAD_NORMS})
+GLM4_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "post_attention_norm": "post_attention_layernorm", **NEXTN})
+ERNIE_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"})
+
+
+def _experts(file: GGUFMetadata) -> dict[str, Any]:
+    read = file.read
+    read.expect("expert_gating_func", (SIGMOID,), None)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        read.expect(key, (None, 0, 1), None)
+    return {
+        "n_routed_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "n_shared_experts": read.count("expert_shared_count"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "first_k_dense_replace": read.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": read.get("expert_weights_scale", float, 0.0) or 1.0,
+        "norm_topk_prob": read.get("expert_weights_norm", bool, False),
+    }
+
+
+def _glm4_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of GLM-4.5. The file counts the layers for multi-token prediction as layers of the model."""
+    shape, num_nextn = decoder_shape(file), file.read.get("nextn_predict_layers", int, 0)
+    channels = rotary_channels(file, shape["head_dim"])
+    shape["num_hidden_layers"] -= num_nextn
+    return shape | {
+        "model_type": "glm4_moe",
+        "attention_bias": has_bias(file, "attn_q"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "num_nextn_predict_layers": num_nextn,
+        "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
+        "rope_scaling": rope_scaling(file, channels),
+        **_experts(file),
+    }
+
+
+def _dots1(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of dots.llm1. No layer of the published model has a window."""
+    return rotary_decoder(file) | {"model_type": "dots1", "sliding_window": None} | _experts(file)
+
+
+def _ernie_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Ernie 4.5 with mixtures. llama.cpp takes softmax probabilities and normalises the weights."""
+    read = file.read
+    read.raw("expert_shared_feed_forward_length")  # the converter divides by the key heads, which fits some models only
+    return rotary_decoder(file) | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": read.count("expert_count"),
+        "moe_k": read.count("expert_used_count"),
+        "moe_num_shared_experts": read.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "moe_layer_start_index": read.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": read.count("interleave_moe_layer_step", 1),
+    }
+
+
+CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    "glm4moe": _glm4_moe,
+    "dots1": _dots1,
+    "ernie4_5-moe": _ernie_moe,
+}
+"""The function that returns the config's keys, by llama.cpp's architecture name."""
+LAYOUTS: dict[str, TensorLayout] = {"glm4_moe": GLM4_MOE, "dots1": DOTS1, "ernie4_5_moe": ERNIE_MOE}
+"""By model_type."""
