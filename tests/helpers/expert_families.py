@@ -51,6 +51,7 @@ EXPERTS = {
                 "attention_bias": True,
             },
             {"num_dense_layers": 0, "num_shared_experts": 1, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            {"num_hidden_layers": 5, "sliding_window": 7, "mup_enabled": True, "score_func": "sigmoid"},
         ],
         read=[({}, {"windows": (1024,) * 3, "layer_kinds": (False, True, True)})],
         refused=[

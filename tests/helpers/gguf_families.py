@@ -26,19 +26,24 @@ ARCHITECTURES = {
     "bloom": gguf.MODEL_ARCH.BLOOM,
 }
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+PREDICTION = re.compile(r"model\.layers\.(\d+)\.(eh_proj|embed_tokens|enorm|hnorm|shared_head\.(?:head|norm))\.weight")
 
 
 def converted_tensors(folder: Path, splits_latent: bool = True) -> dict[str, np.ndarray]:
     """Return float32 arrays by llama.cpp's names. `splits_latent`: DeepSeek's kv_b_proj in two, as since April 2025."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    num_layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(architecture, num_layers + config.get("num_nextn_predict_layers", 0))
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     stored = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, array in stored.items():
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = array
+            continue
+        if match := PREDICTION.fullmatch(name):
+            tensors[f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"] = array
             continue
         base_name = name.removeprefix("transformer.") if config["model_type"] == "bloom" else name
         for changed, part in changed_tensors(base_name, array, config, splits_latent):
@@ -90,7 +95,7 @@ def add_family_shape(writer: gguf.GGUFWriter, config: dict[str, Any], splits_lat
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -148,6 +153,8 @@ def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str
     if config["model_type"] == "deepseek_v3":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if num_nextn := config.get("num_nextn_predict_layers", 0):
+        writer.add_nextn_predict_layers(num_nextn)
     if config["n_group"] and config["n_group"] > 1 and config.get("topk_method") != "greedy":
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])

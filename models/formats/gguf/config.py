@@ -296,18 +296,21 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
 def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of DeepSeek-V2 or V3.
 
-    V3 has sigmoid expert gating. Without expert groups, all experts are candidates.
+    V3 has sigmoid expert gating; files of GLM-4.7-Flash do not name it, but have V3's corrections. Without expert
+    groups, all experts are candidates.
     """
     read = file.read
-    is_v3 = read.expect("expert_gating_func", (SOFTMAX, SIGMOID, None), None) == SIGMOID
-    for key, none in (("nextn_predict_layers", 0), ("attention.temperature_scale", 0.0)):
-        read.expect(key, (None, none), None)
+    gating = read.expect("expert_gating_func", (SOFTMAX, SIGMOID, None), None)
+    is_v3 = gating == SIGMOID or gating is None and any(".exp_probs_b." in name for name in file.tensors)
+    read.expect("attention.temperature_scale", (None, 0.0), None)
+    num_nextn = read.get("nextn_predict_layers", int, 0)
     values = {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "hidden_size": read.count("embedding_length"),
         "intermediate_size": read.count("feed_forward_length"),
         "moe_intermediate_size": read.count("expert_feed_forward_length"),
-        "num_hidden_layers": read.count("block_count"),
+        "num_hidden_layers": read.count("block_count") - num_nextn,  # the file counts layers for multi-token prediction
+        "num_nextn_predict_layers": num_nextn,
         "n_routed_experts": read.count("expert_count"),
         "num_experts_per_tok": read.count("expert_used_count"),
         "n_shared_experts": read.count("expert_shared_count"),

@@ -1,4 +1,4 @@
-"""Mixtures whose routing scores have a correction, beside Llama's attention: GLM-4.5, dots.llm1, Ernie 4.5.
+"""Mixtures with DeepSeek-V3's correction of routing scores, and without latent attention.
 
 Key names are from gguf's constants.py, and what files do not say is from llama.cpp's code of the architecture.
 """
@@ -12,15 +12,21 @@ from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import ATTENTION, DEEPSEEK, HEAD_NORMS, TensorLayout
 from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
 
-NEXTN = {
-    **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-    "nextn.shared_head_head": "shared_head.head",
-    "nextn.shared_head_norm": "shared_head.norm",
-}
-"""The modules of the layers for multi-token prediction."""
 DOTS1 = replace(DEEPSEEK, in_layer={**DEEPSEEK.in_layer, **ATTENTION, **HEAD_NORMS})
-GLM4_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "post_attention_norm": "post_attention_layernorm", **NEXTN})
+GLM4_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "post_attention_norm": "post_attention_layernorm"})
 ERNIE_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"})
+AFMOE = replace(
+    DOTS1,
+    in_layer={
+        **DOTS1.in_layer,
+        "attn_gate": "self_attn.gate_proj",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_gate_inp": "mlp.router.gate",
+        "exp_probs_b.bias": "mlp.expert_bias",
+    },
+)
 
 
 def _experts(file: GGUFMetadata) -> dict[str, Any]:
@@ -75,11 +81,37 @@ def _ernie_moe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _afmoe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Arcee Trinity. llama.cpp multiplies embeddings, and every fourth layer has no window."""
+    read = file.read
+    read.expect("expert_gating_func", (SIGMOID,), None)
+    read.expect("expert_weights_norm", (True,), None)
+    return rotary_decoder(file) | {
+        "model_type": "afmoe",
+        "attention_bias": has_bias(file, "attn_q"),
+        "mup_enabled": True,
+        "sliding_window": read.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,
+        "num_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "num_shared_experts": read.count("expert_shared_count"),
+        "num_dense_layers": read.get("leading_dense_block_count", int, 0),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "route_scale": read.positive("expert_weights_scale", 1.0),
+    }
+
+
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
     "dots1": _dots1,
     "ernie4_5-moe": _ernie_moe,
+    "afmoe": _afmoe,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""
-LAYOUTS: dict[str, TensorLayout] = {"glm4_moe": GLM4_MOE, "dots1": DOTS1, "ernie4_5_moe": ERNIE_MOE}
+LAYOUTS: dict[str, TensorLayout] = {
+    "glm4_moe": GLM4_MOE,
+    "dots1": DOTS1,
+    "ernie4_5_moe": ERNIE_MOE,
+    "afmoe": AFMOE,
+}
 """By model_type."""

@@ -227,6 +227,11 @@ QWEN = TensorLayout(
     layers="transformer.h",
     settings=(),
 )
+NEXTN = {
+    **{f"nextn.{part}": part for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("head", "norm")},
+}
+"""The modules of layers for multi-token prediction."""
 DEEPSEEK = TensorLayout(
     OUTSIDE_LAYERS,
     {
@@ -243,6 +248,7 @@ DEEPSEEK = TensorLayout(
         "ffn_gate_inp": "mlp.gate",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         **{f"{name}_shexp": f"mlp.shared_experts.{hf_name}" for name, hf_name in GATED_MLP.items()},
+        **NEXTN,
     },
     in_expert=GATED_MLP,
 )

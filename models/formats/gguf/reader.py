@@ -71,12 +71,13 @@ class GGUFWeights:
         self._stacked = find_stacked(self._layout, tensors)
         self._with_global_scales: list[str] = []
         num_layers = config.get("num_hidden_layers", int, len(tensors))
+        num_read = num_layers + config.get("num_nextn_predict_layers", int, 0)
         part_names = {name for matrix in (self._halves | self._stacked).values() for name in matrix.names}
         for name, tensor in tensors.items():
             if name in self._layout.settings or name in part_names:
                 continue
-            if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
-                continue  # it predicts further tokens
+            if (layer := LAYER.match(name)) and int(layer[1]) >= num_read:
+                continue  # it predicts further tokens, and the family does not use it
             for hf_name, source in _hugging_face_tensors(self._layout, name, tensor).items():
                 if hf_name in self._sources or hf_name in self._halves or hf_name in self._stacked:
                     raise UserError(f"{tensor.path} holds {hf_name} twice: the second is in {name!r}")

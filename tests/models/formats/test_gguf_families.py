@@ -333,11 +333,6 @@ def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
         ("qwen3_moe", {"qwen3moe__expert_weights_scale": 2.5}, "expert_weights_scale=2.5 is not supported: only None"),
         (
             "deepseek_v2",
-            {"deepseek2__nextn_predict_layers": 1},
-            "nextn_predict_layers=1 is not supported: only None, 0",
-        ),
-        (
-            "deepseek_v2",
             {"deepseek2__attention__temperature_scale": 0.1},
             "attention.temperature_scale=0.1 is not supported: only None, 0.0",
         ),

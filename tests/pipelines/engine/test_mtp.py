@@ -27,6 +27,7 @@ from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build, change_config
 from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices
+from tests.helpers.gguf_families import write_family as write_gguf_family
 from tests.helpers.tiers import tiers
 
 LATENT_BYTES = 4 * (24 + 8) * 4  # per token: layers including the MTP layer, channels, float32
@@ -101,13 +102,14 @@ def test_drafts_match_the_definition(
     tmp_path: Path, config: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = NextTokenReference(tmp_path, **config)
-    engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
-    seen = watch_drafts(engine, monkeypatch)
-    generate(engine, PROMPTS, drafted(GREEDY))
-    drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
-    assert len(drafts) > 40
-    for token_ids, draft in drafts:
-        assert draft == reference.drafts(token_ids, len(draft))
+    for model in (tmp_path, write_gguf_family(tmp_path, tmp_path / "twin.gguf")):
+        engine = load_engine(mtp_run(model, **DEVICES[device]), 3)
+        seen = watch_drafts(engine, monkeypatch)
+        generate(engine, PROMPTS, drafted(GREEDY))
+        drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
+        assert len(drafts) > 40
+        for token_ids, draft in drafts:
+            assert draft == reference.drafts(token_ids, len(draft))
 
 
 @pytest.mark.long
