@@ -14,8 +14,10 @@ from pipelines.server.api.answer_shapes import (
     Embeddings,
     InputTokens,
     MessageAnswer,
+    Ranking,
     ResponseAnswer,
     ResponseInputTokens,
+    Scores,
     Text,
     Tokens,
 )
@@ -23,6 +25,7 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.message_requests import CountTokensRequest, MessagesRequest
 from pipelines.server.api.parsing import parse_request
+from pipelines.server.api.ranking import RerankRequest, ScoreRequest
 from pipelines.server.api.requests import Body, ChatRequest, CompletionRequest
 from pipelines.server.api.response_requests import CountInputRequest, ResponseRequest
 from pipelines.server.api.resumption import HEADER
@@ -37,6 +40,8 @@ from pipelines.server.token_routes import (
     count_tokens,
     detokenize,
     embeddings,
+    rerank,
+    score,
     tokenize,
 )
 
@@ -66,8 +71,12 @@ class Route(NamedTuple):
         )
 
 
+def _num_texts(body: RerankRequest | ScoreRequest) -> int:
+    return min(len(body.scored_texts()[0]), IN_ENGINE)
+
+
 ROUTES = {
-    route.kind.path: route
+    path: route
     for route in (
         Route(ChatRequest, chat_completions, ChatAnswer, "chatcmpl-", has_samples=True, statuses=(412,)),
         Route(CompletionRequest, completions, CompletionAnswer, "cmpl-", lambda body: len(body.prompts), True, (412,)),
@@ -76,9 +85,12 @@ ROUTES = {
         Route(CountTokensRequest, count_tokens, InputTokens),
         Route(CountInputRequest, count_input_tokens, ResponseInputTokens),
         Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: min(len(body.inputs), IN_ENGINE)),
+        Route(RerankRequest, rerank, Ranking, "rerank-", _num_texts),
+        Route(ScoreRequest, score, Scores, "score-", _num_texts),
         Route(TokenizeRequest, tokenize, Tokens),
         Route(DetokenizeRequest, detokenize, Text),
     )
+    for path in (route.kind.path, *route.kind.aliases)
 }
 
 

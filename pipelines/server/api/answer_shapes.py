@@ -311,6 +311,40 @@ class Embeddings(AnswerShape):
     usage: PromptUsage
 
 
+class RankedText(AnswerShape):
+    text: str
+
+
+class Ranked(AnswerShape):
+    index: Count
+    """Position in the request's documents."""
+    relevance_score: float
+    document: RankedText = RankedText(text="")
+
+
+class Ranking(AnswerShape):
+    id: str
+    model: str
+    results: list[Ranked]
+    """The highest score comes first."""
+    usage: PromptUsage
+
+
+class PairScore(AnswerShape):
+    object: Literal["score"]
+    index: Count
+    score: float
+
+
+class Scores(AnswerShape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: PromptUsage
+
+
 class Tokens(AnswerShape):
     count: Count
     max_model_len: Count

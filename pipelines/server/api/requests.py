@@ -84,6 +84,8 @@ class Body(Shape):
 
     path: ClassVar[str]
     """Path of the route, which is a POST route."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Further paths of the route."""
     names_model: ClassVar[bool] = False
     """Whether `model` must be given if the server has several models."""
     model: Name | None = None

@@ -19,7 +19,7 @@ from pipelines.replicas.engine_process.frames import Submit
 from pipelines.server.service import Service
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
-from tests.helpers.fake_engine import READY, FakeEngine
+from tests.helpers.fake_engine import POOLED, READY, FakeEngine
 from tests.helpers.local_http import CHAT, URL, app_of, ask, service_of
 from tests.helpers.serving import run_async, tokenizer
 
@@ -46,6 +46,7 @@ def test_there_are_not_other_routes() -> None:
         ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
+        ("POST", "/v1/rerank"), ("POST", "/rerank"), ("POST", "/v2/rerank"), ("POST", "/v1/score"), ("POST", "/score"),
         ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/files"), ("GET", "/v1/files"),
@@ -90,6 +91,7 @@ def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("/v1/responses", {"input": "TEXT", "store": False}, "input"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "TEXT"}], "max_tokens": 1}, None),
         ("/v1/embeddings", {"input": "TEXT"}, "input"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "TEXT"]}, "documents"),
     ],
 )
 def test_a_text_longer_than_any_context_is_not_encoded(
@@ -98,7 +100,7 @@ def test_a_text_longer_than_any_context_is_not_encoded(
     most, encoded = READY.context_length * (tokenizer().max_token_bytes or 0), encoded_texts(monkeypatch)
     for num_bytes, least in ((most - 100, 0), (most + 1, READY.context_length + 1)):
         asked = json.loads(json.dumps(body).replace("TEXT", "x" * num_bytes)) | {"model": "tiny"}
-        answer = ask("POST", path, service_of(FakeEngine(embeds="embed" in path)), json=asked)
+        answer = ask("POST", path, service_of(FakeEngine(embeds=path.endswith(POOLED))), json=asked)
         is_encoded = any("xxx" in text for text in encoded)
         assert is_encoded == (least == 0)
         encoded.clear()
@@ -129,12 +131,12 @@ def test_a_text_of_a_full_server_is_not_encoded(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = encoded_texts(monkeypatch)
-    busy = service_of(FakeEngine(embeds="embed" in path), max_waiting_tokens=5)
+    busy = service_of(FakeEngine(embeds=path.endswith(POOLED)), max_waiting_tokens=5)
     busy.admission.wait(5)
     assert ask("POST", path, busy, json=body | {"model": "tiny"}).status_code == 429
     assert not encoded
     for is_full in (True, False):
-        service = service_of(FakeEngine(embeds="embed" in path), batch_size=1, max_waiting=0)
+        service = service_of(FakeEngine(embeds=path.endswith(POOLED)), batch_size=1, max_waiting=0)
         with service.admission.place(is_full, 60.0):
             answer = ask("POST", path, service, json=body | {"model": "tiny"})
         assert (answer.status_code == 429, bool(encoded)) == (is_full, not is_full)
@@ -169,17 +171,18 @@ def test_state() -> None:
         ("/v1/responses", {"input": "hello"}),
         ("/v1/messages", CHAT),
         ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/score", {"queries": "hello", "documents": "hello"}),
     ],
 )
 def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[str, Any]) -> None:
     for name, adapter, prefix in (("fr", "fr", None), ("story", None, "story"), ("tiny", None, None)):
-        engine = FakeEngine(embeds="embed" in path, prefixes={"story": 5})
+        engine = FakeEngine(embeds=path.endswith(POOLED), prefixes={"story": 5})
         service = service_of(engine, {"fr": "/adapters/fr"}, {"story": "/story.npy"})
         answer = ask("POST", path, service, json={**body, "model": name})
         assert (answer.status_code, answer.json()["model"]) == (200, name)
         assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
     unnamed = {key: value for key, value in body.items() if key != "model"}
-    if "embed" not in path:
+    if not path.endswith(POOLED):
         assert ask("POST", path, service_of(FakeEngine()), json=unnamed).json()["model"] == "tiny"
         answer = ask("POST", path, service, json=unnamed)
         assert answer.status_code == 400

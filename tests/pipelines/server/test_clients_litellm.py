@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import down
 litellm = pytest.importorskip("litellm", reason="needs the extra test-clients")
 
 from tests.helpers.clients import PROMPT, QUESTION, TOOL_TEMPLATE, Expected, Weather  # noqa: E402
+from tests.helpers.embedding_models import write_qwen3_embedding  # noqa: E402
 from tests.helpers.server import served  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]  # of its own types
@@ -98,3 +100,22 @@ def test_errors_are_its_exceptions(asked: Asked) -> None:
         litellm.completion(**asked | {"max_tokens": 5000})
     with pytest.raises(litellm.BadRequestError, match="nope is not supported"):
         litellm.completion(**asked, extra_body={"nope": 1})
+
+
+def test_documents_are_ranked(tmp_path: Path) -> None:
+    """Its clients of vLLM's, Jina's and Cohere's formats."""
+    write_qwen3_embedding(tmp_path)
+    documents = ["a cat sat on the mat", "dogs", "\u732b"]
+    with served(tmp_path / "run", f"model.path={tmp_path}", "model.dtype=float32", "serve.model_name=tiny") as (_, url):
+        places = {"hosted_vllm": url, "jina_ai": url, "cohere": f"{url}/v2/rerank"}
+        ranked = [
+            litellm.rerank(
+                model=f"{provider}/tiny", query="cats", documents=documents, top_n=2, api_base=place, api_key="none"
+            ).results
+            for provider, place in places.items()
+        ]
+    first = ranked[0]
+    assert ranked == [first] * 3
+    assert len(first) == 2
+    assert first[0]["relevance_score"] >= first[1]["relevance_score"]
+    assert all(result["document"]["text"] == documents[result["index"]] for result in first)

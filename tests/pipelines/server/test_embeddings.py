@@ -18,11 +18,13 @@ from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
+from pipelines.server.api.ranking import ScoreRequest, cosine_similarities
 from pipelines.server.api.requests import CompletionRequest
-from pipelines.server.token_routes import embeddings
+from pipelines.server.token_routes import embeddings, score
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.embedding_models import write_qwen3_embedding
-from tests.helpers.local_http import exchange_of
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.local_http import ask, exchange_of, service_of
 from tests.helpers.serving import run_async, serving
 
 TEXTS = ["a cat sat on the mat", "dogs", ""]
@@ -54,14 +56,19 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
                 await answer(client, tokenizer, input=TEXTS[0]),
             ]
             many = await answer(client, tokenizer, input=MANY)
+            exchange, chat = exchange_of(client), Chat(tokenizer, ServeConfig())
+            pair = check_request(ScoreRequest, {"model": "tiny", "queries": TEXTS[0], "documents": TEXTS[1:]})
+            scores = await score(pair, exchange, chat)
+            exchange.end()
+            chat.close()
             with pytest.raises(ApiError, match="shorten it") as caught:
                 await answer(client, tokenizer, input=[[5] * 300])
             request, exchange = check_request(CompletionRequest, {"model": "tiny", "prompt": "a"}), exchange_of(client)
             with pytest.raises(ApiError, match="continues none"):
                 Generation(request, [[5]], exchange.info, exchange.context, None)
-            return [*bodies, many], caught.value
+            return [*bodies, many, scores], caught.value
 
-    (floats, packed, one, many), error = run_async(test())
+    (floats, packed, one, many, scores), error = run_async(test())
     pipe = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")
     expected = pipe(TEXTS)
     assert np.array_equal(np.array([item["embedding"] for item in floats["data"]], np.float32), expected)
@@ -69,6 +76,8 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
     assert np.array_equal(np.array(vectors), expected)
     assert np.array_equal(np.array(one["data"][0]["embedding"], np.float32), expected[0])
     assert [item["index"] for item in floats["data"]] == [0, 1, 2]
+    cosines = expected[1:] @ expected[0]  # the vectors are normalised
+    assert [item["score"] for item in scores["data"]] == pytest.approx(cosines.tolist(), abs=1e-6)  # float32 sums
     vectors = [item["embedding"] for item in many["data"]]
     assert np.array_equal(np.array(vectors, np.float32), pipe([{"prompt_token_ids": ids} for ids in MANY]))
     assert [item["index"] for item in many["data"]] == list(range(len(MANY)))
@@ -91,6 +100,46 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     expected = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")(texts)
     assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), expected)
     assert 7 < body["usage"]["prompt_tokens"] <= 14
+
+
+def test_documents_are_sorted_and_pairs_are_scored() -> None:
+    """Every path of vLLM's API. The fake engine's vectors are the number and the sum of a text's tokens."""
+    engine = FakeEngine(embeds=True)
+    texts = ["a cat", "", "dogs and cats", "a cat"]
+
+    def asked(path: str, **body: Any) -> Any:
+        engine.submitted.clear()
+        answer = ask("POST", path, service_of(engine), json={"model": "tiny", **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        ranking = asked(path, query="a dog", documents=[*texts[:3], {"text": texts[3]}])
+        vectors = [np.array((len(ids), sum(ids)), float) for ids in (s.prompt_token_ids for s in engine.submitted)]
+        cosines = [float(v @ vectors[0] / (np.linalg.norm(v) * np.linalg.norm(vectors[0]))) for v in vectors[1:]]
+        order = sorted(range(4), key=lambda i: (-cosines[i], i))
+        assert [result["index"] for result in ranking["results"]] == order
+        assert order.index(3) == order.index(0) + 1  # equal documents keep their order
+        scores = [result["relevance_score"] for result in ranking["results"]]
+        assert scores == pytest.approx([cosines[i] for i in order], abs=1e-12)  # float64
+        assert [result["document"]["text"] for result in ranking["results"]] == [texts[i] for i in order]
+        assert ranking["usage"]["prompt_tokens"] == sum(len(s.prompt_token_ids) for s in engine.submitted)
+    short = asked("/rerank", query="a dog", documents=texts, top_n=2, return_documents=False)["results"]
+    assert [(result["index"], "document" in result) for result in short] == [(i, False) for i in order[:2]]
+    for path, names in (("/score", ("text_1", "text_2")), ("/v1/score", ("queries", "documents"))):
+        one = asked(path, **dict(zip(names, ("a dog", texts), strict=True)))["data"]
+        assert [item["index"] for item in one] == [0, 1, 2, 3]
+        assert [item["score"] for item in one] == pytest.approx(cosines, abs=1e-12)
+        each = asked(path, **dict(zip(names, (texts, texts), strict=True)))["data"]
+        assert [item["score"] for item in each] == pytest.approx([1.0] * 4, abs=1e-12)
+    for body, message in (
+        ({"queries": ["a", "b"], "documents": ["a"] * 3}, "queries has 2 texts and documents 3: give one query"),
+        ({"queries": "a"}, "give either documents or text_2"),
+        ({"queries": "a", "text_1": "a", "documents": "b"}, "give either queries or text_1"),
+    ):
+        answer = ask("POST", "/score", service_of(engine), json=body)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+    assert cosine_similarities([[0.0, 0.0], [1.0, 2.0]], [(0, 1)]) == [0.0]
 
 
 def test_a_model_without_vectors_says_so() -> None:

@@ -10,6 +10,7 @@ from pipelines.server.api.embeddings import EmbeddingRequest
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.message_requests import MessagesRequest
 from pipelines.server.api.parsing import check_request, parse_request
+from pipelines.server.api.ranking import RerankRequest, ScoreRequest
 from pipelines.server.api.requests import MAX_FIELDS, ChatRequest, CompletionRequest, Shape
 from pipelines.server.api.response_requests import ResponseRequest
 from tests.helpers.cases import each
@@ -233,6 +234,9 @@ BLAMED: list[tuple[type[Shape], dict[str, Any], str, str]] = [
     (ChatRequest, {"messages": [USER], "stop": ["a", 5]}, "stop[1]", "give a valid string"),
     (CompletionRequest, {"prompt": [5, "a"]}, "prompt[1]", "give a valid integer"),
     (EmbeddingRequest, {"input": ["a"] * 2049}, "input", "at most 2048 items"),
+    (RerankRequest, {"query": "a", "documents": ["a"] * 10**6}, "documents", "at most 2048 items"),
+    (RerankRequest, {"query": "a", "documents": ["a", {"txt": "b"}]}, "documents[1].text", "is missing: give it"),
+    (ScoreRequest, {"queries": ["a", 5], "documents": "b"}, "queries[1]", "give a valid string"),
 ]
 
 
@@ -267,6 +271,8 @@ def test_a_body_that_is_not_a_json_object_is_refused() -> None:
         (CompletionRequest, {"prompt": [["a"] * 10_000]}),
         (CompletionRequest, {"prompt": [None] * 10_000}),
         (EmbeddingRequest, {"input": [[]] * 10_000}),
+        (RerankRequest, {"query": "a", "documents": [{}] * 10_000}),
+        (ScoreRequest, {"queries": [1] * 10_000, "documents": [None] * 10_000}),
         (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
         (ResponseRequest, {"input": [{"type": "x"}] * 4000}),
         (ResponseRequest, {"input": "a", "include": ["x"] * 10_000}),

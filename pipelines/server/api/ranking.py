@@ -1,0 +1,124 @@
+"""Requests and answers of /v1/rerank and /v1/score, in the formats of vLLM's API.
+
+The score of a pair is the cosine similarity of the vectors of its texts.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from pipelines.server.api.embeddings import MAX_INPUTS
+from pipelines.server.api.errors import bad_request
+from pipelines.server.api.generation import RequestContext
+from pipelines.server.api.requests import Body, Shape
+
+Pair: TypeAlias = tuple[int, int]
+
+
+class DocumentText(Shape):
+    """A document in the format of Jina's API."""
+
+    text: str
+
+
+Documents: TypeAlias = Annotated[list[str | DocumentText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Texts: TypeAlias = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+
+
+class RerankRequest(Body):
+    """A query, and documents to sort by their score with it."""
+
+    path = "/v1/rerank"
+    aliases = ("/rerank", "/v2/rerank")
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """Number of results. None: all documents."""
+    return_documents: bool | None = None
+    """Whether results contain the texts. The default is true."""
+
+    @property
+    def texts(self) -> list[str]:
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+    def scored_texts(self) -> tuple[list[str], list[Pair]]:
+        """Return the texts, and for each score the positions of its two texts."""
+        return [self.query, *self.texts], [(0, 1 + i) for i in range(len(self.documents))]
+
+
+class ScoreRequest(Body):
+    """Pairs of texts: one with each of N texts, or N with N."""
+
+    path = "/v1/score"
+    aliases = ("/score",)
+
+    queries: Texts | None = None
+    documents: Texts | None = None
+    text_1: Texts | None = None
+    """Another name of `queries`."""
+    text_2: Texts | None = None
+    """Another name of `documents`."""
+
+    def scored_texts(self) -> tuple[list[str], list[Pair]]:
+        """Return the texts, and for each score the positions of its two texts.
+
+        Raises ApiError for two names of a field, and for numbers of texts that do not match.
+        """
+        queries = _one_of("queries", self.queries, "text_1", self.text_1)
+        documents = _one_of("documents", self.documents, "text_2", self.text_2)
+        if len(queries) not in (1, len(documents)):
+            raise bad_request(
+                f"queries has {len(queries)} texts and documents {len(documents)}: give one query, or one for each document",
+                "queries",
+            )
+        first = range(len(queries)) if len(queries) > 1 else [0] * len(documents)
+        return [*queries, *documents], [(i, len(queries) + j) for j, i in enumerate(first)]
+
+
+def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None) -> list[str]:
+    if (texts is None) == (other is None):
+        raise bad_request(f"give either {name} or {other_name}", name)
+    chosen = other if texts is None else texts
+    return [chosen] if isinstance(chosen, str) else chosen or []
+
+
+def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[Pair]) -> list[float]:
+    """Return the cosine similarity of each pair, in float64. That of a vector of zeros is 0."""
+    matrix: NDArray[np.float64] = np.asarray(vectors, np.float64)
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    matrix /= np.where(norms > 0, norms, 1.0)
+    return [float(matrix[i] @ matrix[j]) for i, j in pairs]
+
+
+def rerank_body(
+    request: RerankRequest, context: RequestContext, scores: list[float], num_tokens: int
+) -> dict[str, Any]:
+    """Return the answer. The first of equal documents comes first."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
+    texts = request.texts if request.return_documents is not False else None
+    return {
+        "id": context.id,
+        "model": context.model,
+        "results": [
+            {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if texts else {})
+            for i in order
+        ],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def score_body(context: RequestContext, scores: list[float], num_tokens: int) -> dict[str, Any]:
+    """Return the answer."""
+    return {
+        "id": context.id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": context.model,
+        "data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
