@@ -98,7 +98,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (DecodeConfig, "decode", RANGE, {"xtc_threshold": [NAN, 1.1], "dynatemp_range": [-1], "dynatemp_exponent": [0.0]}),
     (DecodeConfig, "decode", RANGE, {"dry_multiplier": [-1, INF], "dry_base": [0.9], "dry_allowed_length": [-1, 2**31]}),
     (DecodeConfig, "decode", RANGE, {"dry_penalty_last_n": [-2, 2**31]}),
-    (DecodeConfig, "decode", FORM, {"dry_sequence_breakers": [[""], [5], "a", ["a" * 1000], [HALF]]}),
+    (DecodeConfig, "decode", FORM, {"dry_sequence_breakers": [[""], [5], "a", ["a" * 1000], ["a"] * 65, [HALF]]}),
     (DecodeConfig, "decode", VALUE, {"max_new_tokens": ["5"], "early_stopping": ["x"]}),
     (DecodeConfig, "decode", FORM, {"logit_bias": [{1: 101}], "bad_words": [[" "]], "bad_words_ids": [[[]]], "suppress_tokens": [[-1]]}),
     (DecodeConfig, "decode", FORM, {"sequence_bias": [[[[1], NAN]]], "forced_bos_token_id": [[1]], "forced_eos_token_id": [-1]}),

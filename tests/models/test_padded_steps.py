@@ -91,7 +91,8 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     expected = engine.executor.run(Hidden(batch))
     num_prompt_features = engine.executor.model.num_prompt_features
     assert batch.prompt_features.shape == batch.token_ids.shape + (num_prompt_features,)
-    shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_prompt_features, 4)
+    width, num_windowed = batch.block_tables.shape[1] + 1, 4 if batch.shape.num_windowed else 0
+    shape = BatchShape(4, 4, width, num_prompt_features, 4, num_windowed=num_windowed)
     padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
     fill(padded, batch)
     for module in [module for name, module in sys.modules.items() if name.startswith("models.")]:

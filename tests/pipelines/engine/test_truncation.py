@@ -11,7 +11,6 @@ import torch
 from transformers import TypicalLogitsWarper
 
 from conf.decoding import DecodeConfig
-from conf.errors import UserError
 from conf.speculation import Speculate
 from pipelines.engine.dry import find_breakers, penalties
 from pipelines.engine.logits import process_logits
@@ -44,7 +43,7 @@ def kept(logits: torch.Tensor, **decode: object) -> set[int]:
 LOGITS = torch.tensor([2.0, 1.9, 0.4, 1.2, -torch.inf, 0.3, 2.2, -0.5])
 
 
-def test_each_truncation_keeps_what_its_definition_keeps() -> None:
+def test_truncations_keep_what_their_definitions_keep() -> None:
     finite = [value for value in LOGITS.tolist() if value > -math.inf]
     mean = sum(finite) / len(finite)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in finite) / len(finite))
@@ -55,9 +54,7 @@ def test_each_truncation_keeps_what_its_definition_keeps() -> None:
     for p in (0.1, 0.5, 0.9):
         warped = TypicalLogitsWarper(p)(torch.tensor([[1, 2]]), LOGITS[None])[0]
         assert kept(LOGITS, typical_p=p) == set(warped.isfinite().nonzero()[:, 0].tolist())
-
-
-def test_xtc_drops_the_likely_tokens_but_one_at_its_probability() -> None:
+    # XTC drops the likely tokens but one at its probability
     probabilities = torch.tensor([0.3, 0.25, 0.2, 0.15, 0.06, 0.04])
     logits = probabilities.log()
     assert kept(logits, xtc_probability=1.0, xtc_threshold=0.18) == {2, 3, 4, 5}
@@ -84,7 +81,7 @@ def test_dynamic_temperature_follows_the_entropy() -> None:
     assert drawn(certain, temperature=1.0, dynatemp_range=1.0) == {1: 400}
 
 
-def test_rows_with_and_without_these_settings_share_a_step() -> None:
+def test_rows_with_and_without_these_settings_share_a_step(caplog: pytest.LogCaptureFixture) -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     rows = [
         context(i, temperature=t, **more)
@@ -102,6 +99,9 @@ def test_rows_with_and_without_these_settings_share_a_step() -> None:
     assert sample(logits, rows) == [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     nothing = context(temperature=1.0, typical_p=0.4, allowed_token_ids=[1], suppress_tokens=[1])
     assert sample(logits[:1], [nothing]) == [None]
+    DecodeConfig(temperature=0.0, typical_p=0.51, xtc_threshold=0.2, dry_base=1.5).resolved({})
+    for name in ("typical_p=0.51", "xtc_threshold=0.2", "dry_base=1.5"):
+        assert f"decode.{name} is not used" in caplog.text
 
 
 def brute_penalties(ids: list[int], breakers: set[int], base: float, allowed: int) -> dict[int, float]:
@@ -143,15 +143,14 @@ def test_dry_penalises_what_would_continue_a_repetition() -> None:
     row.token_ids = ids
     assert process_logits(logits, [row])[0, 7] == pytest.approx(-0.8)
     assert process_logits(logits, [row])[0, :7].eq(0).all()
-
-
-def test_breakers_are_the_tokens_that_contain_or_begin_a_text() -> None:
+    # breakers are the tokens that contain or begin a text
     pieces = [b"a", b"\n", b".\n\n", b"x<", b"/s", b">", b"", b"s"]
     encode = {"/s>": [4, 5], "s>": [7, 5], ">": [5]}
     breakers = find_breakers(pieces, ("\n", "</s>"), lambda text: encode[text])
     assert breakers == {1: ((),), 2: ((),), 3: ((4, 5),)}
 
 
+@pytest.mark.long
 def test_drafts_change_no_token(tmp_path: Path) -> None:
     write_other(tmp_path, "gemma3", max_position_embeddings=512)
     engine, prompt = engine_of(tmp_path), [5, 6, 7, 8] * 5
@@ -164,20 +163,3 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
         plain = complete(engine, [prompt, prompt[:3]], decode)
         drafted = complete(engine, [prompt, prompt[:3]], replace(decode, speculate=Speculate.ngram))
         assert [row.token_ids for row in plain] == [row.token_ids for row in drafted]
-
-
-def test_settings_without_effect_and_wrong_values(caplog: pytest.LogCaptureFixture) -> None:
-    DecodeConfig(temperature=0.0, typical_p=0.51, xtc_threshold=0.2, dry_base=1.5).resolved({})
-    for name in ("typical_p=0.51", "xtc_threshold=0.2", "dry_base=1.5"):
-        assert f"decode.{name} is not used" in caplog.text
-    for name, value in (
-        ("typical_p", 0.0),
-        ("xtc_probability", 1.5),
-        ("dry_base", 0.5),
-        ("dry_sequence_breakers", [""]),
-        ("dry_sequence_breakers", ["x"] * 65),
-        ("dry_sequence_breakers", "x"),
-        ("top_n_sigma", -2.0),
-    ):
-        with pytest.raises(UserError, match=rf"decode\.{name}="):
-            DecodeConfig(**{name: value})

@@ -20,6 +20,7 @@ from pipelines.loading import assembly
 from pipelines.loading.build_engine import build_engine
 from pipelines.loading.model_source import ReadyModel, resolve_model
 from tests.helpers.builders import generate, run_config
+from tests.helpers.cases import each
 from tests.helpers.catalog import write_other
 
 KINDS = (
@@ -61,7 +62,7 @@ def outputs_of(engine: Engine, seed: int) -> list[object]:
     return outputs
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.long), "llama4_text"])
+@each("family", ["gemma3", "gpt_oss", "llama4_text"], quick=["gemma3", "llama4_text"])
 def test_outputs_are_those_of_one_pool(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks, prefix hits, preemptions, forks, beams and drafts; with as few blocks as the sequences may need."""
     write_other(tmp_path, family, max_position_embeddings=1024)

@@ -38,18 +38,18 @@ def texts(prompts: Prompts) -> list[str | None]:
 # Text files
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "expected"),
     [
-        pytest.param("a\nb\n", ["a", "b"], id="two lines"),
-        pytest.param("a\nb", ["a", "b"], id="no end of the last line"),
-        pytest.param("a\r\nb\r\n", ["a", "b"], id="CRLF"),
-        pytest.param("héllo 世界 🙂\n", ["héllo 世界 🙂"], id="UTF-8"),
-        pytest.param(b"\xef\xbb\xbfa\nb\n", ["a", "b"], id="BOM"),
-        pytest.param("a\\nb\\n\nc\n", ["a\nb\n", "c"], id="escaped line ends"),
-        pytest.param("  a \t\n", ["  a \t"], id="spaces are kept"),
-        pytest.param('{"prompt": "a"}\n', ['{"prompt": "a"}'], id="JSON is text"),
-        pytest.param("a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\ni\n", ["a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh", "i"]),
+        ("a\nb\n", ["a", "b"]),  # two lines
+        ("a\nb", ["a", "b"]),  # no end of the last line
+        ("a\r\nb\r\n", ["a", "b"]),  # CRLF
+        ("héllo 世界 🙂\n", ["héllo 世界 🙂"]),  # UTF-8
+        (b"\xef\xbb\xbfa\nb\n", ["a", "b"]),  # BOM
+        ("a\\nb\\n\nc\n", ["a\nb\n", "c"]),  # escaped line ends
+        ("  a \t\n", ["  a \t"]),  # spaces are kept
+        ('{"prompt": "a"}\n', ['{"prompt": "a"}']),  # JSON is text
+        ("a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\ni\n", ["a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh", "i"]),
     ],
 )
 def test_txt(tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
@@ -80,19 +80,19 @@ def test_file_that_is_not_utf8(tmp_path: Path, name: str) -> None:
 # Rows of JSON
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "expected"),
     [
-        pytest.param({"prompt": "a\nb"}, {"prompt": "a\nb"}, id="prompt"),
-        pytest.param({"prompt": "a\\nb"}, {"prompt": "a\\nb"}, id="escapes are JSON's alone"),
-        pytest.param({"prompt": ""}, {"prompt": ""}, id="empty prompt"),
-        pytest.param({"prompt_token_ids": [1, 2, 2]}, {"prompt_token_ids": [1, 2, 2]}, id="ids"),
-        pytest.param({"messages": HELLO}, {"messages": HELLO}, id="messages"),
-        pytest.param({"src": "a", "tgt": "b"}, {"prompt": "a"}, id="src"),
-        pytest.param({"prompt": "a", "messages": None}, {"prompt": "a"}, id="null is absent"),
-        pytest.param({"prompt": "a", "id": "x"}, {"prompt": "a", "id": "x"}, id="text id"),
-        pytest.param({"prompt": "a", "id": 7}, {"prompt": "a", "id": 7}, id="number id"),
-        pytest.param({"prompt": "a", "decode": {"top_k": 3}}, {"prompt": "a", "decode": {"top_k": 3}}, id="decode"),
+        ({"prompt": "a\nb"}, {"prompt": "a\nb"}),  # prompt
+        ({"prompt": "a\\nb"}, {"prompt": "a\\nb"}),  # escapes are JSON's alone
+        ({"prompt": ""}, {"prompt": ""}),  # empty prompt
+        ({"prompt_token_ids": [1, 2, 2]}, {"prompt_token_ids": [1, 2, 2]}),  # ids
+        ({"messages": HELLO}, {"messages": HELLO}),  # messages
+        ({"src": "a", "tgt": "b"}, {"prompt": "a"}),  # src
+        ({"prompt": "a", "messages": None}, {"prompt": "a"}),  # null is absent
+        ({"prompt": "a", "id": "x"}, {"prompt": "a", "id": "x"}),  # text id
+        ({"prompt": "a", "id": 7}, {"prompt": "a", "id": 7}),  # number id
+        ({"prompt": "a", "decode": {"top_k": 3}}, {"prompt": "a", "decode": {"top_k": 3}}),  # decode
     ],
 )
 def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from pipelines.server.api.parsing import check_request
 from pipelines.server.api.ranking import ScoreRequest, cosine_similarities
 from pipelines.server.api.requests import CompletionRequest
 from pipelines.server.token_routes import embeddings, score
-from tests.helpers.builders import REPOSITORY
 from tests.helpers.embedding_models import write_qwen3_embedding
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import ask, exchange_of, service_of
@@ -140,13 +139,9 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         answer = ask("POST", "/score", service_of(engine), json=body)
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
     assert cosine_similarities([[0.0, 0.0], [1.0, 2.0]], [(0, 1)]) == [0.0]
-
-
-def test_a_model_without_vectors_says_so() -> None:
-    async def test() -> None:
-        async with serving() as client:
-            with pytest.raises(ApiError, match="gives no vectors") as caught:
-                await answer(client, open_tokenizer(REPOSITORY / "models" / "tiny"), input="a")
-            assert caught.value.param == "model"
-
-    run_async(test())
+    for path, body in (
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/embeddings", {"input": "a", "model": "tiny"}),
+    ):
+        error = ask("POST", path, service_of(FakeEngine()), json=body).json()["error"]
+        assert (error["param"], "gives no vectors" in error["message"]) == ("model", True)
