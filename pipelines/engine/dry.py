@@ -2,8 +2,8 @@
 
 If a token followed an earlier occurrence of the text's last n tokens, and n is at least `dry_allowed_length`, its logit
 falls by `dry_multiplier * dry_base ** (n - dry_allowed_length)`. Breakers limit repetitions: n does not reach past the
-last breaker, and a token that is a breaker has no penalty. The form is that of llama.cpp's sampler, which follows pull
-request 5677 of text-generation-webui.
+last breaker, and a token that is a breaker has no penalty. The method is from pull request 5677 of
+text-generation-webui, as llama.cpp's sampler computes it.
 """
 
 import math

@@ -50,9 +50,9 @@ def _total(values: Tensor) -> Tensor:
 
 
 def _dynamic(logits: Tensor, temperature: Tensor, width: Tensor, exponent: Tensor) -> Tensor:
-    """Return temperatures [R, 1]: low - high by the entropy of the row, relative to that of equal likelihoods.
+    """Return temperatures [R, 1] that grow with the entropy of each row.
 
-    llama.cpp's form of dynamic temperature: low + (high - low) * (entropy / log(tokens)) ** exponent, where low and high
+    As in llama.cpp: low + (high - low) * (entropy / log(tokens)) ** exponent, where low and high
     are `width` [R, 1] below (but not below 0) and above `temperature`.
     """
     allowed = logits.isfinite().sum(-1, keepdim=True).double()
@@ -66,7 +66,7 @@ def _dynamic(logits: Tensor, temperature: Tensor, width: Tensor, exponent: Tenso
 def _keep_top_n_sigma(logits: Tensor, n: Tensor) -> Tensor:
     """Keep tokens whose logit is at most n [R, 1] standard deviations below the highest (arXiv 2411.07641).
 
-    The standard deviation is that of the finite logits. n of 0 or less keeps all.
+    The standard deviation covers the finite logits. n <= 0 keeps all tokens.
     """
     is_finite = logits.isfinite()
     values, count = logits.masked_fill(~is_finite, 0), is_finite.sum(-1, keepdim=True)

@@ -91,6 +91,8 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """Return the score of each pair, and the number of tokens of all texts."""
     texts, pairs = body.scored_texts()
+    if chat.tokenizer is None:
+        raise bad_request("this server has no tokenizer, which texts need: start it with model.tokenizer", param)
     try:
         vectors, num_tokens = await _vectors(texts, session, chat)
     except ApiError as error:

@@ -88,7 +88,7 @@ def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None
 
 
 def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[Pair]) -> list[float]:
-    """Return the cosine similarity of each pair, in float64. That of a vector of zeros is 0."""
+    """Return the cosine similarity of each pair, in float64. A vector of zeros has the similarity 0."""
     matrix: NDArray[np.float64] = np.asarray(vectors, np.float64)
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
     matrix /= np.where(norms > 0, norms, 1.0)

@@ -68,7 +68,7 @@ def test_truncations_keep_what_their_definitions_keep() -> None:
 
 
 def test_dynamic_temperature_follows_the_entropy() -> None:
-    """The tokens of 400 seeds are those of the temperature that the formula gives."""
+    """400 seeds draw the same tokens with the temperature that the formula gives."""
     logits = torch.tensor([1.0, 0.2, -torch.inf, 0.9, -1.0])
     shares = [p for p in logits.softmax(-1).tolist() if p]
     entropy = -sum(p * math.log(p) for p in shares) / math.log(len(shares))

@@ -101,6 +101,13 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     assert 7 < body["usage"]["prompt_tokens"] <= 14
 
 
+async def score_without_tokenizer() -> None:
+    exchange, chat = exchange_of(FakeEngine(embeds=True)), Chat(None, ServeConfig())
+    with pytest.raises(ApiError, match="no tokenizer, which texts need: start it with model.tokenizer"):
+        await score(check_request(ScoreRequest, {"queries": "a", "documents": "b"}), exchange, chat)
+    chat.close()
+
+
 def test_documents_are_sorted_and_pairs_are_scored() -> None:
     """Every path of vLLM's API. The fake engine's vectors are the number and the sum of a text's tokens."""
     engine = FakeEngine(embeds=True)
@@ -138,6 +145,7 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
     ):
         answer = ask("POST", "/score", service_of(engine), json=body)
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+    run_async(score_without_tokenizer())
     assert cosine_similarities([[0.0, 0.0], [1.0, 2.0]], [(0, 1)]) == [0.0]
     for path, body in (
         ("/rerank", {"query": "a", "documents": ["b"]}),
