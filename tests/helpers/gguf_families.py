@@ -166,11 +166,13 @@ def write_family(folder: Path, file: Path, kind: str = "F32", splits_latent: boo
     """Write the twin of a checkpoint in Hugging Face's layout. `metadata`: further keys, with double underscores for
     dots."""
     config = json.loads((folder / "config.json").read_text())
+    tensors = converted_tensors(folder, splits_latent)
+    if not any(".nextn." in name for name in tensors):
+        config["num_nextn_predict_layers"] = 0  # transformers saves no such layer, whatever its config says
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
     add_family_shape(writer, config, splits_latent)
     for key, value in metadata.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    tensors = converted_tensors(folder, splits_latent)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         longer = config["max_position_embeddings"] / config["original_max_position_embeddings"]
