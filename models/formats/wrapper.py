@@ -68,13 +68,14 @@ TEXT_PREFIXES = {
 """Name prefixes of the text's tensors: in a text checkpoint, by the prefix in the wrapper. The first match applies."""
 OTHER_SETTINGS = frozenset(
     """
-    _pad_token_id adapter_layer_norm_eps alignment_intermediate_size audio_config audio_token_id boa_token_id
-    boi_token_id boi_token_index downsample_factor downsample_ratio eoa_token_index eoi_token_id eoi_token_index
-    ignore_index image_grid_pinpoints image_seq_length image_token_id image_token_index language_model_only
-    media_placeholder_token_id mm_tokens_per_image multimodal_projector_bias projection_hidden_size
-    projection_layer_norm_eps projector_hidden_act scale_factor spatial_merge_size use_unified_vision_chunk
-    video_placeholder video_token_id video_token_index vision_aspect_ratio vision_config vision_end_token_id
-    vision_feature_layer vision_feature_select_strategy vision_start_token_id vision_token_id
+    _pad_token_id adapter_layer_norm_eps alignment_intermediate_size audio_config audio_soft_tokens_per_image
+    audio_token_id boa_token_id boi_token_id boi_token_index downsample_factor downsample_ratio eoa_token_id
+    eoa_token_index eoi_token_id eoi_token_index ignore_index image_grid_pinpoints image_seq_length
+    image_token_id image_token_index language_model_only media_placeholder_token_id mm_tokens_per_image
+    multimodal_projector_bias projection_hidden_size projection_layer_norm_eps projector_hidden_act
+    scale_factor spatial_merge_size use_unified_vision_chunk video_placeholder video_token_id
+    video_token_index vision_aspect_ratio vision_config vision_end_token_id vision_feature_layer
+    vision_feature_select_strategy vision_soft_tokens_per_image vision_start_token_id vision_token_id
     visual_indicator_token_ids
     """.split()
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from conf.decoding import DecodeConfig
 from pipelines.loading.model_source import resolve_model
@@ -87,6 +87,28 @@ def write_other(folder: Path, model_type: str, tie_word_embeddings: bool) -> Any
     if model_type == "kimi_k25":  # transformers also renames layers of the text like layers for images
         tensors = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return reference
+
+
+def write_gemma3n(folder: Path, tie_word_embeddings: bool) -> Any:
+    """Write a random Gemma 3n, and return transformers' model of its text.
+
+    transformers builds the image tower with the package timm. Names and settings are the published files'.
+    """
+    text = {**TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "laurel_rank": 5}
+    text |= {"num_kv_shared_layers": 1, "num_hidden_layers": 3}
+    text |= {"activation_sparsity_pattern": [0.95, 0.0, 0.5], "layer_types": [*GEMMA4["layer_types"], "full_attention"]}
+    text |= {"sliding_window": 6, "tie_word_embeddings": tie_word_embeddings}
+    wrapper = transformers.Gemma3nConfig(text_config=text, tie_word_embeddings=tie_word_embeddings)
+    reference = write_random(folder, transformers.Gemma3nForCausalLM(wrapper.text_config))
+    wrapper.architectures = ["Gemma3nForConditionalGeneration"]
+    wrapper.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    for tower in ("audio_tower.subsample_conv_projection", "embed_audio.embedding", "embed_vision.embedding"):
+        tensors[f"model.{tower}.weight"] = torch.zeros(3)
+    tensors["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return reference
 
 

@@ -21,7 +21,7 @@ from pipelines.loading.request_settings import read_request_settings
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.oracle import write_random
-from tests.helpers.wrapped_models import OTHERS, TEXT, assert_equal, change, reference_of, write_other
+from tests.helpers.wrapped_models import OTHERS, TEXT, assert_equal, change, reference_of, write_gemma3n, write_other
 
 
 def rename(folder: Path, prefixes: dict[str, str]) -> None:
@@ -57,16 +57,18 @@ SPELLINGS = {
         "visual.": "model.visual.",
     },
 }
-WRAPPERS = tuple("gemma3 gemma4 gemma4_unified mistral3 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe".split()) + tuple(
-    OTHERS
-)
+WRAPPERS = tuple(
+    "gemma3 gemma3n gemma4 gemma4_unified mistral3 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe".split()
+) + tuple(OTHERS)
 CASES = [(model_type, spelling) for model_type in WRAPPERS for spelling in SPELLINGS]
 
 
 @each("model_type, spelling", CASES, quick=[("gemma3", "old"), ("qwen2_vl", "new")])
 def test_equals_transformers(model_type: str, spelling: str, tmp_path: Path) -> None:
     is_tied = spelling == "new"
-    if model_type in OTHERS:
+    if model_type == "gemma3n":
+        reference = write_gemma3n(tmp_path, is_tied)
+    elif model_type in OTHERS:
         reference = write_other(tmp_path, model_type, is_tied)
     else:
         reference = write_random(tmp_path, reference_of(model_type, tie_word_embeddings=is_tied))
