@@ -34,6 +34,7 @@ class Embedder(Pooler):
         self._pooling = Pooling[mode]
         self._normalizes = files.normalizes if config.normalize is None else config.normalize
         self._instruction = _instruction(config.instruction, files)
+        self._prompts = files.prompts if config.instruction is None else {}
         tokenizer = engine.tokenizer
         self._encoder = PromptEncoder(tokenizer, predict.add_special_tokens, predict.chat_template, False)
         is_plain = predict.add_special_tokens and predict.chat_template in ("auto", "none")
@@ -58,6 +59,11 @@ class Embedder(Pooler):
     def num_values(self) -> int:
         outputs: int = self.engine.executor.model.head.shape[0]  # type: ignore[index, assignment]
         return outputs
+
+    def instruction_of(self, *names: str) -> str:
+        """Return the instruction of a query or a document that are compared: the checkpoint's prompt of the first of
+        these names, as in sentence-transformers, unless embed.instruction or the checkpoint lacks it."""
+        return next((self._prompts[name] for name in names if name in self._prompts), self._instruction)
 
     def encode(self, row: PromptRow) -> EncodedPrompt:
         """Return the row's tokens: the instruction, the prompt, and an eos if the tokenizer's settings request one.

@@ -57,6 +57,10 @@ class Pooler(ABC):
     def encode(self, row: PromptRow) -> EncodedPrompt:
         """Return the row's tokens. Raises UserError for a row that cannot be run."""
 
+    def without_padding(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens up to the last one whose output counts."""
+        return token_ids
+
     @abstractmethod
     def values(self, output: Output) -> Tensor:
         """Return the float32 numbers of a finished row."""

@@ -22,7 +22,7 @@ from pipelines.loading.embedder import Embedder
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.model_source import OpenModel
 from pipelines.loading.pooler import Pooler, open_pooler
-from pipelines.tasks.score import Scorer
+from pipelines.loading.scorer import Scorer
 
 OF_ROWS = ("batch_size", "add_special_tokens", "chat_template", "prefix", "adapter")
 """Settings of `predict` that are also arguments."""

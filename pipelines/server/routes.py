@@ -10,10 +10,12 @@ from fastapi.responses import Response
 from pipelines.server.api.answer_shapes import (
     AnswerShape,
     ChatAnswer,
+    Classes,
     CompletionAnswer,
     Embeddings,
     InputTokens,
     MessageAnswer,
+    PooledOutputs,
     Ranking,
     ResponseAnswer,
     ResponseInputTokens,
@@ -22,16 +24,17 @@ from pipelines.server.api.answer_shapes import (
     Tokens,
 )
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.message_requests import CountTokensRequest, MessagesRequest
 from pipelines.server.api.parsing import parse_request
-from pipelines.server.api.ranking import RerankRequest, ScoreRequest
+from pipelines.server.api.pooling import IN_ENGINE, ClassifyRequest, EmbeddingRequest, PooledInputs, PoolingRequest
+from pipelines.server.api.ranking import PairsRequest, RerankRequest, ScoreRequest
 from pipelines.server.api.requests import Body, ChatRequest, CompletionRequest
 from pipelines.server.api.response_requests import CountInputRequest, ResponseRequest
 from pipelines.server.api.resumption import HEADER
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.generation_routes import chat_completions, completions, message, respond
 from pipelines.server.openapi import takes
+from pipelines.server.pooled_routes import classify, embeddings, pooling, rerank, score
 from pipelines.server.service import EngineResponse, Result, Service, timeout_s
 from pipelines.server.token_routes import (
     DetokenizeRequest,
@@ -39,9 +42,6 @@ from pipelines.server.token_routes import (
     count_input_tokens,
     count_tokens,
     detokenize,
-    embeddings,
-    rerank,
-    score,
     tokenize,
 )
 
@@ -71,8 +71,8 @@ class Route(NamedTuple):
         )
 
 
-def _num_texts(body: RerankRequest | ScoreRequest) -> int:
-    return min(len(body.scored_texts()[0]), IN_ENGINE)
+def _in_engine(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:
+    return min(body.num_prompts, IN_ENGINE)
 
 
 ROUTES = {
@@ -84,9 +84,11 @@ ROUTES = {
         Route(MessagesRequest, message, MessageAnswer, "msg_"),
         Route(CountTokensRequest, count_tokens, InputTokens),
         Route(CountInputRequest, count_input_tokens, ResponseInputTokens),
-        Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: min(len(body.inputs), IN_ENGINE)),
-        Route(RerankRequest, rerank, Ranking, "rerank-", _num_texts),
-        Route(ScoreRequest, score, Scores, "score-", _num_texts),
+        Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _in_engine),
+        Route(ClassifyRequest, classify, Classes, "classify-", _in_engine),
+        Route(PoolingRequest, pooling, PooledOutputs, "pool-", _in_engine),
+        Route(RerankRequest, rerank, Ranking, "rerank-", _in_engine),
+        Route(ScoreRequest, score, Scores, "score-", _in_engine),
         Route(TokenizeRequest, tokenize, Tokens),
         Route(DetokenizeRequest, detokenize, Text),
     )

@@ -1,4 +1,4 @@
-"""The routes without generation: embeddings and scores, token counts, tokenize and detokenize."""
+"""The routes that only tokenize: token counts, tokenize and detokenize."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,18 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 from models.tokenizers import Tokenizer
-from pipelines.replicas.engine_process.client import EngineRefused
-from pipelines.replicas.engine_process.frames import SubmitPooled
 from pipelines.server.api import message_requests, response_requests
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.server.api.errors import ApiError, bad_request, too_long
 from pipelines.server.api.message_requests import CountTokensRequest
 from pipelines.server.api.parsing import check_request
-from pipelines.server.api.ranking import RerankRequest, ScoreRequest, cosine_similarities, rerank_body, score_body
 from pipelines.server.api.requests import Body, ChatRequest, Json, Message, Prompt, TokenIds, Tool
 from pipelines.server.api.response_requests import CountInputRequest
-from pipelines.server.api.settings import cache_salt
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.service import Result
 
@@ -66,59 +61,6 @@ async def count_input_tokens(body: CountInputRequest, session: EngineSession, ch
         raise error.renamed(response_requests.NAMES) from error
     session.record.warnings += prompt.warnings
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-
-
-async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
-    """Compute embeddings of texts."""
-    vectors, num_tokens = await _vectors(body.inputs, session, chat)
-    return embedding_body(body, session.context.model, session.info.fingerprint, vectors, num_tokens)
-
-
-async def rerank(body: RerankRequest, session: EngineSession, chat: Chat) -> Result:
-    """Sort documents by the cosine similarity of their vectors to the query's, in the format of vLLM's API."""
-    scores, num_tokens = await _scores(body, session, chat, "documents")
-    return rerank_body(body, session.context, scores, num_tokens)
-
-
-async def score(body: ScoreRequest, session: EngineSession, chat: Chat) -> Result:
-    """Return the cosine similarity of the vectors of pairs of texts, in the format of vLLM's API."""
-    scores, num_tokens = await _scores(body, session, chat, "queries or documents")
-    return score_body(session.context, scores, num_tokens)
-
-
-async def _scores(
-    body: RerankRequest | ScoreRequest, session: EngineSession, chat: Chat, param: str
-) -> tuple[list[float], int]:
-    """Return the score of each pair, and the number of tokens of all texts."""
-    texts, pairs = body.scored_texts()
-    if chat.tokenizer is None:
-        raise bad_request("this server has no tokenizer, which texts need: start it with model.tokenizer", param)
-    try:
-        vectors, num_tokens = await _vectors(texts, session, chat)
-    except ApiError as error:
-        raise error.renamed({"input": param}) from error
-    return await asyncio.to_thread(cosine_similarities, vectors, pairs), num_tokens
-
-
-async def _vectors(inputs: Sequence[Prompt], session: EngineSession, chat: Chat) -> tuple[list[list[float]], int]:
-    """Return the vector of each input, and the number of tokens of all inputs."""
-    model = session.info
-    if not model.embeds:
-        raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
-    prompts = await encode_prompts(chat, inputs, lambda text: encode_input(model, chat.tokenizer, text))
-    salt = cache_salt(session.context.key, None)
-    vectors: list[list[float]] = []
-    for first in range(0, len(prompts), IN_ENGINE):
-        part = prompts[first : first + IN_ENGINE]
-        session.submit([SubmitPooled(0, prompt, cache_salt=salt, **session.named._asdict()) for prompt in part])
-        try:
-            await session.accepted()
-        except EngineRefused as refused:
-            raise embedding_refusal(refused.message) from refused
-        async for _ in session.deltas():
-            pass
-        vectors += [done.vector or [] for _, done in sorted(session.dones.items())]
-    return vectors, sum(map(len, prompts))
 
 
 async def tokenize(body: TokenizeRequest, session: EngineSession, chat: Chat) -> Result:

@@ -76,12 +76,19 @@ TEMPLATE = (
 )
 
 
-def write_reward_model(folder: Path, **config: Any) -> Any:
+PAIR_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'query' %}Q: {{ m.content }}{% elif m.role == 'document' %}"
+    " D: {{ m.content }}{% else %}[{{ m.role }}] {{ m.content }}{% endif %}</s>{% endfor %}"
+)
+"""A template of sentence-transformers' cross-encoders."""
+
+
+def write_reward_model(folder: Path, template: str = TEMPLATE, **config: Any) -> Any:
     """Write a reward model whose pad token is the eos, with which conversations end."""
     tokenizer = byte_level()
     size = {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 1}
     reference = write_model(folder, LlamaForSequenceClassification, **{**size, "num_labels": 1, **config})
     save(tokenizer, folder)
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     return reference

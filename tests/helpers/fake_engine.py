@@ -16,8 +16,18 @@ READY = Ready(
     decode={},
     num_cache_tokens=1024,
 )
-POOLED = ("/embeddings", "/rerank", "/score")
-"""Ends of the paths that need an embedding model."""
+POOLED = {
+    "/classify": {"pooled": "labels", "labels": ["bad", "good"], "activation": "softmax"},
+    **dict.fromkeys(("/embeddings", "/pooling", "/rerank", "/score"), {"pooled": "vector"}),
+}
+"""The fields of Ready that a path needs, by its end."""
+
+
+def ready_for(path: str) -> dict[str, Any]:
+    """Return the fields of Ready of a model that can answer this path."""
+    return POOLED.get("/" + path.rpartition("/")[2], {})
+
+
 BEAT = Beat(0, 0, 0.0, 0, 0, 0, 0.001)
 
 

@@ -4,7 +4,7 @@ The type of every field is checked when a frame is read. The content of a frame 
 """
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class SubmitPooled(msgspec.Struct, tag=True, frozen=True):
-    """A prompt to embed."""
+    """A prompt whose outputs become one vector: see `Ready.pooled`."""
 
     id: int
     prompt_token_ids: list[int]
@@ -59,6 +59,11 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+Pooled: TypeAlias = Literal["vector", "labels", "answer"]
+"""The vector of an embedding model, the outputs of a head of labels, or the probability of yes against no."""
+Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded."""
 
@@ -73,10 +78,18 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Default decode settings of a request: the run's settings, completed by the checkpoint's."""
     num_cache_tokens: int
     """Capacity of the KV cache in tokens."""
-    embeds: bool = False
-    """Whether the model is an embedding model, which does not generate text."""
+    pooled: Pooled | None = None
+    """What a pooled prompt gives. None: the model generates text, and its tokenizer has no tokens yes and no."""
+    activation: Activation = "none"
+    """How outputs of labels become probabilities."""
+    labels: list[str] = []
+    """The names of the labels."""
     instruction: str = ""
-    """Text that is prepended to the input of an embedding if the input is a text."""
+    """Text that is prepended to the input of an embedding if the input is a text; a reranker's instruction."""
+    query_instruction: str = ""
+    """The same for a query that is compared with documents."""
+    document_instruction: str = ""
+    """The same for a document."""
     final_token_id: int | None = None
     """Token that ends the prompt of an embedding if the input is a text."""
     max_text_tokens: int | None = None
@@ -85,6 +98,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Number of virtual tokens of each soft prefix, by name."""
     state_slot: str = ""
     """What a state slot costs, for a user; empty if no layer is recurrent."""
+
+    @property
+    def generates(self) -> bool:
+        return self.pooled in (None, "answer")
 
     def after(self, prefix: str | None) -> "Ready":
         """Return a copy with the limits for prompts after a soft prefix. The prefix takes some of the context."""

@@ -8,17 +8,17 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig, Weights
 from models.formats.hub import find_checkpoint
-from models.formats.sentence_transformers import read_embedding_files
 from models.heads import HeadKind
 from pipelines.engine import Engine, slot_cost
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
-from pipelines.loading.embedder import Embedder
 from pipelines.loading.fingerprint import answer_fingerprint, plain
 from pipelines.loading.load_engine import open_engine
 from pipelines.loading.memory import explained_out_of_memory
+from pipelines.loading.pooler import Pooler
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import Ready
+from pipelines.replicas.engine_process.pooled import open_served_pooler, pooled_fields, served_head
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class Served:
     """A loaded model, ready to serve."""
 
     engine: Engine
-    embedder: Embedder | None
-    """None unless the checkpoint is an embedding model."""
+    pooler: Pooler | None
+    """Reads vectors or scores from the outputs; None: the model only generates text."""
     decode: DecodeConfig
-    """Default decode settings of a request."""
+    """Default decode settings of a request that generates text."""
+    pooled_decode: DecodeConfig
+    """Default decode settings of a request without generation."""
     ready: Ready
 
 
@@ -62,23 +64,23 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     path = find_checkpoint(
         model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
     )
-    embeds = read_embedding_files(path).pooling is not None
     with explained_out_of_memory(), progress_bar() as progress:
-        head = HeadKind.none if embeds else HeadKind.vocabulary
-        source, engine = open_engine(run, run.serve.batch_size, _WhileWanted(channel, progress), head)
-    embedder, decode = None, run.decode
-    if embeds:
-        check_pooled(decode)
-        embedder = Embedder(run.embed, run.predict, source, engine)
-    else:
+        sink = _WhileWanted(channel, progress)
+        source, engine = open_engine(run, run.serve.batch_size, sink, served_head(path))
+    pooler = open_served_pooler(run, source, engine)
+    pooled_decode = decode = run.decode
+    if source.architecture.head is HeadKind.vocabulary:
         decode = engine.requests.resolve(_sampled(decode, engine.config.decode_defaults))
         engine.requests.check(decode)
+        pooled_decode = DecodeConfig(prefix_cache=decode.prefix_cache, cache_salt=decode.cache_salt)
         # Prepares the vocabulary of guides before the first request. The error means that guides are not available.
         with suppress(UserError):
             engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
-    more = {} if embedder is None else {"embed": embedder.settings}
+    else:
+        check_pooled(decode)
+    more = {} if pooler is None else {"pooled": pooler.settings}
     fingerprint = answer_fingerprint(replace(run, decode=decode), source, engine, more)
-    return Served(engine, embedder, decode, described(engine, decode, fingerprint, embedder))
+    return Served(engine, pooler, decode, pooled_decode, described(engine, decode, fingerprint, pooler))
 
 
 def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
@@ -89,19 +91,15 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
     return replace(decode, temperature=1.0)
 
 
-def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, embedder: Embedder | None = None) -> Ready:
+def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, pooler: Pooler | None = None) -> Ready:
     """Return the Ready frame of a loaded model. `decode`: resolved. `fingerprint`: from `answer_fingerprint`."""
-    settings = {} if embedder is None else embedder.settings
     return Ready(
         context_length=engine.config.context.num_tokens,
         vocab_size=engine.vocab_size,
         fingerprint=fingerprint,
         decode=plain(asdict(decode)),
         num_cache_tokens=engine.requests.num_blocks * engine.block_size,
-        embeds=embedder is not None,
-        instruction=settings.get("instruction", ""),
-        final_token_id=settings.get("eos"),
-        max_text_tokens=settings.get("max_tokens"),
         prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
         state_slot=slot_cost(engine.executor.cache),
+        **({} if pooler is None else pooled_fields(pooler)),
     )

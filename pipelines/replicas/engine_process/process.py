@@ -16,7 +16,7 @@ from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs
 from pipelines.engine.step_budget import StepBudget
 from pipelines.jobs.text_generator import decode_of_row
-from pipelines.loading.embedder import Embedder
+from pipelines.loading.pooler import Pooler
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import (
     STEP_TOKENS,
@@ -72,7 +72,7 @@ class EngineProcess:
         self._channel = channel
         self._served = served
         self._engine: Engine = served.engine
-        self._embedder: Embedder | None = served.embedder
+        self._pooler: Pooler | None = served.pooler
         self._clock = clock
         self._inbox = Inbox(self._prepare, channel.wake, clock)
         self._gate = Gate(clock)
@@ -139,13 +139,13 @@ class EngineProcess:
         """Return the checked request. Raises UserError for a request that this model cannot run."""
         prompt = frame.prompt_token_ids
         if isinstance(frame, SubmitPooled):
-            if self._embedder is None:
-                raise UserError("this model continues texts and gives no vectors of them")
-            decode = self._served.decode.replaced({"cache_salt": frame.cache_salt} if frame.cache_salt else {})
-            pooling = self._embedder.pooling
+            if self._pooler is None:
+                raise UserError("this model continues texts, and gives neither vectors nor scores of them")
+            decode = self._served.pooled_decode.replaced({"cache_salt": frame.cache_salt} if frame.cache_salt else {})
+            prompt, pooling = self._pooler.without_padding(prompt), self._pooler.pooling
             return self._engine.pooled_request(frame.id, prompt, pooling, decode, frame.prefix, frame.adapter)
-        if self._embedder is not None:
-            raise UserError("this model gives vectors of texts and continues none")
+        if not self._served.ready.generates:
+            raise UserError("this model gives vectors or scores of texts and continues none")
         decode = decode_of_row(self._served.decode, frame.decode, self._served.decode.seed)
         sink = self._sink(frame, decode.logprobs) if frame.streams else None
         return self._engine.request(frame.id, prompt, decode, sink, prefix=frame.prefix, adapter=frame.adapter)
@@ -253,7 +253,8 @@ class EngineProcess:
         start, first, error = ongoing.submitted_s, output.first_token_s, output.error
         admitted = output.finished_s if ongoing.admitted_s is None else ongoing.admitted_s
         prompt, num_top = ongoing.frame.prompt_token_ids, ongoing.request.params.prompt_logprobs
-        vector = None if self._embedder is None or error else self._embedder.values(output).tolist()
+        pooler = self._pooler if isinstance(ongoing.frame, SubmitPooled) else None
+        vector = None if pooler is None or error else pooler.values(output).tolist()
         return Done(
             ongoing.frame.id,
             output.num_prompt_tokens,

@@ -345,6 +345,39 @@ class Scores(AnswerShape):
     usage: PromptUsage
 
 
+class Classified(AnswerShape):
+    index: Count
+    label: str
+    """The label with the highest number."""
+    probs: list[float]
+    num_classes: Count
+
+
+class Classes(AnswerShape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PromptUsage
+
+
+class PooledOutput(AnswerShape):
+    object: Literal["pooling"]
+    index: Count
+    data: list[float] | str
+    """Numbers, or base64 of little-endian float32."""
+
+
+class PooledOutputs(AnswerShape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledOutput]
+    usage: PromptUsage
+
+
 class Tokens(AnswerShape):
     count: Count
     max_model_len: Count

@@ -80,8 +80,10 @@ class Generation:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`settings`: DecodeConfig fields that override the request's. Raises ApiError for an invalid request."""
-        if served.embeds:
-            raise bad_request("this model gives vectors of texts and continues none: ask another one", "model")
+        if not served.generates:
+            raise bad_request(
+                "this model gives vectors or scores of texts and continues none: ask another one", "model"
+            )
         self.request = request
         self.prompts = prompts
         self.dones: Mapping[int, Done] = {}

@@ -1,22 +1,19 @@
-"""Requests and answers of /v1/rerank and /v1/score, in the formats of vLLM's API.
-
-The score of a pair is the cosine similarity of the vectors of its texts.
-"""
+"""Requests and answers of /v1/rerank and /v1/score, in the formats of vLLM's API."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from pipelines.server.api.embeddings import MAX_INPUTS
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.generation import RequestContext
-from pipelines.server.api.requests import Body, Shape
-
-Pair: TypeAlias = tuple[int, int]
+from pipelines.server.api.pooled_prompts import MAX_INPUTS, PooledBody, Texts
+from pipelines.server.api.requests import NumTokens, Shape
 
 
 class DocumentText(Shape):
@@ -26,10 +23,43 @@ class DocumentText(Shape):
 
 
 Documents: TypeAlias = Annotated[list[str | DocumentText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-Texts: TypeAlias = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
-class RerankRequest(Body):
+class Pairs(NamedTuple):
+    """One query with each document, or as many queries as documents."""
+
+    queries: list[str]
+    documents: list[str]
+
+    @property
+    def indices(self) -> list[tuple[int, int]]:
+        """The positions of each pair's texts in [*queries, *documents]."""
+        num_queries = len(self.queries)
+        return [(j if num_queries > 1 else 0, num_queries + j) for j in range(len(self.documents))]
+
+
+class PairsRequest(PooledBody):
+    """Base of the requests with pairs of a query and a document."""
+
+    max_tokens_per_query: NumTokens | None = None
+    """Maximum tokens of a query, which is cut before the pair is made. None or 0: no limit."""
+    max_tokens_per_doc: NumTokens | None = None
+    """The same for a document."""
+    use_activation: bool | None = None
+    """Whether a label's output becomes a probability. The default is true."""
+
+    @cached_property
+    @abstractmethod
+    def pairs(self) -> Pairs:
+        """The texts. Raises ApiError for two names of a field, and for numbers of texts that do not match."""
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts of an embedding model. A reranker has one for each document."""
+        return len(self.pairs.queries) + len(self.pairs.documents)
+
+
+class RerankRequest(PairsRequest):
     """A query, and documents to sort by their score with it."""
 
     path = "/v1/rerank"
@@ -42,16 +72,13 @@ class RerankRequest(Body):
     return_documents: bool | None = None
     """Whether results contain the texts. The default is true."""
 
-    @property
-    def texts(self) -> list[str]:
-        return [document if isinstance(document, str) else document.text for document in self.documents]
-
-    def scored_texts(self) -> tuple[list[str], list[Pair]]:
-        """Return the texts, and for each score the positions of its two texts."""
-        return [self.query, *self.texts], [(0, 1 + i) for i in range(len(self.documents))]
+    @cached_property
+    def pairs(self) -> Pairs:
+        texts = [document if isinstance(document, str) else document.text for document in self.documents]
+        return Pairs([self.query], texts)
 
 
-class ScoreRequest(Body):
+class ScoreRequest(PairsRequest):
     """Pairs of texts: one with each of N texts, or N with N."""
 
     path = "/v1/score"
@@ -64,11 +91,8 @@ class ScoreRequest(Body):
     text_2: Texts | None = None
     """Another name of `documents`."""
 
-    def scored_texts(self) -> tuple[list[str], list[Pair]]:
-        """Return the texts, and for each score the positions of its two texts.
-
-        Raises ApiError for two names of a field, and for numbers of texts that do not match.
-        """
+    @cached_property
+    def pairs(self) -> Pairs:
         queries = _one_of("queries", self.queries, "text_1", self.text_1)
         documents = _one_of("documents", self.documents, "text_2", self.text_2)
         if len(queries) not in (1, len(documents)):
@@ -76,8 +100,7 @@ class ScoreRequest(Body):
                 f"queries has {len(queries)} texts and documents {len(documents)}: give one query, or one for each document",
                 "queries",
             )
-        first = range(len(queries)) if len(queries) > 1 else [0] * len(documents)
-        return [*queries, *documents], [(i, len(queries) + j) for j, i in enumerate(first)]
+        return Pairs(queries, documents)
 
 
 def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None) -> list[str]:
@@ -87,7 +110,7 @@ def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None
     return [chosen] if isinstance(chosen, str) else chosen or []
 
 
-def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[Pair]) -> list[float]:
+def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> list[float]:
     """Return the cosine similarity of each pair, in float64. A vector of zeros has the similarity 0."""
     matrix: NDArray[np.float64] = np.asarray(vectors, np.float64)
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -100,7 +123,7 @@ def rerank_body(
 ) -> dict[str, Any]:
     """Return the answer. The first of equal documents comes first."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
-    texts = request.texts if request.return_documents is not False else None
+    texts = request.pairs.documents if request.return_documents is not False else None
     return {
         "id": context.id,
         "model": context.model,

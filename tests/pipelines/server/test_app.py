@@ -19,7 +19,7 @@ from pipelines.replicas.engine_process.frames import Submit
 from pipelines.server.service import Service
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
-from tests.helpers.fake_engine import POOLED, READY, FakeEngine
+from tests.helpers.fake_engine import READY, FakeEngine, ready_for
 from tests.helpers.local_http import CHAT, URL, app_of, ask, service_of
 from tests.helpers.serving import run_async, tokenizer
 
@@ -47,6 +47,7 @@ def test_there_are_not_other_routes() -> None:
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
         ("POST", "/v1/rerank"), ("POST", "/rerank"), ("POST", "/v2/rerank"), ("POST", "/v1/score"), ("POST", "/score"),
+        ("POST", "/classify"), ("POST", "/pooling"),
         ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/files"), ("GET", "/v1/files"),
@@ -92,6 +93,7 @@ def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("/v1/messages", {"messages": [{"role": "user", "content": "TEXT"}], "max_tokens": 1}, None),
         ("/v1/embeddings", {"input": "TEXT"}, "input"),
         ("/v1/rerank", {"query": "a", "documents": ["b", "TEXT"]}, "documents"),
+        ("/classify", {"input": "TEXT"}, "input"),
     ],
 )
 def test_a_text_longer_than_any_context_is_not_encoded(
@@ -100,7 +102,7 @@ def test_a_text_longer_than_any_context_is_not_encoded(
     most, encoded = READY.context_length * (tokenizer().max_token_bytes or 0), encoded_texts(monkeypatch)
     for num_bytes, least in ((most - 100, 0), (most + 1, READY.context_length + 1)):
         asked = json.loads(json.dumps(body).replace("TEXT", "x" * num_bytes)) | {"model": "tiny"}
-        answer = ask("POST", path, service_of(FakeEngine(embeds=path.endswith(POOLED))), json=asked)
+        answer = ask("POST", path, service_of(FakeEngine(**ready_for(path))), json=asked)
         is_encoded = any("xxx" in text for text in encoded)
         assert is_encoded == (least == 0)
         encoded.clear()
@@ -131,12 +133,12 @@ def test_a_text_of_a_full_server_is_not_encoded(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = encoded_texts(monkeypatch)
-    busy = service_of(FakeEngine(embeds=path.endswith(POOLED)), max_waiting_tokens=5)
+    busy = service_of(FakeEngine(**ready_for(path)), max_waiting_tokens=5)
     busy.admission.wait(5)
     assert ask("POST", path, busy, json=body | {"model": "tiny"}).status_code == 429
     assert not encoded
     for is_full in (True, False):
-        service = service_of(FakeEngine(embeds=path.endswith(POOLED)), batch_size=1, max_waiting=0)
+        service = service_of(FakeEngine(**ready_for(path)), batch_size=1, max_waiting=0)
         with service.admission.place(is_full, 60.0):
             answer = ask("POST", path, service, json=body | {"model": "tiny"})
         assert (answer.status_code == 429, bool(encoded)) == (is_full, not is_full)
@@ -176,13 +178,13 @@ def test_state() -> None:
 )
 def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[str, Any]) -> None:
     for name, adapter, prefix in (("fr", "fr", None), ("story", None, "story"), ("tiny", None, None)):
-        engine = FakeEngine(embeds=path.endswith(POOLED), prefixes={"story": 5})
+        engine = FakeEngine(**ready_for(path), prefixes={"story": 5})
         service = service_of(engine, {"fr": "/adapters/fr"}, {"story": "/story.npy"})
         answer = ask("POST", path, service, json={**body, "model": name})
         assert (answer.status_code, answer.json()["model"]) == (200, name)
         assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
     unnamed = {key: value for key, value in body.items() if key != "model"}
-    if not path.endswith(POOLED):
+    if not ready_for(path):
         assert ask("POST", path, service_of(FakeEngine()), json=unnamed).json()["model"] == "tiny"
         answer = ask("POST", path, service, json=unnamed)
         assert answer.status_code == 400

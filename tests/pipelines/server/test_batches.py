@@ -24,7 +24,7 @@ from pipelines.server.batches import jobs as batch_jobs
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.routes import ROUTES
 from tests.helpers.cases import each
-from tests.helpers.fake_engine import READY, FakeEngine
+from tests.helpers.fake_engine import READY, FakeEngine, ready_for
 from tests.helpers.local_http import URL, service_of
 from tests.helpers.server import ended as ended_by_signal
 from tests.helpers.server import served
@@ -125,7 +125,7 @@ def test_a_batch_from_its_file_to_its_output(tmp_path: Path) -> None:
 )
 def test_a_line_has_the_answer_of_its_route(url: str, body: dict[str, Any], tmp_path: Path) -> None:
     async def test() -> None:
-        async with batching(tmp_path, FakeEngine(embeds=url == "/v1/embeddings")) as client:
+        async with batching(tmp_path, FakeEngine(**ready_for(url))) as client:
             body["model"] = "tiny"
             batch_line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
             batch = await ended(client, (await begun(client, [batch_line], endpoint=url)).id)

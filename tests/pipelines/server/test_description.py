@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, reject, settings, strategies
 from hypothesis.errors import Unsatisfiable
 
 from tests.helpers.cases import each
-from tests.helpers.fake_engine import POOLED, FakeEngine
+from tests.helpers.fake_engine import FakeEngine, ready_for
 from tests.helpers.local_http import CHAT, app_of, ask, service_of
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="needs the extra test-clients")
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 async def fresh(scope: Any, receive: Any, send: Any) -> None:
     """Return an application for each request, because each runs in its own loop here."""
     if scope["type"] == "http":
-        await app_of(service_of(FakeEngine(embeds=scope["path"].endswith(POOLED))))(scope, receive, send)
+        await app_of(service_of(FakeEngine(**ready_for(scope["path"]))))(scope, receive, send)
 
 
 SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
@@ -84,13 +84,15 @@ def test_every_answer_of_json_is_described() -> None:
         ("/rerank", {"query": "a", "documents": ["b", {"text": "c"}]}),
         ("/v2/rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
         ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        ("/classify", {"input": ["a", "b"]}),
+        ("/pooling", {"input": [5, 6], "encoding_format": "base64"}),
         ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
         ("/tokenize", {"messages": CHAT["messages"]}),
         ("/detokenize", {"tokens": [5, 6]}),
     ],
 )
 def test_answers_are_as_described(path: str, body: dict[str, Any]) -> None:
-    service = service_of(FakeEngine(embeds=path.endswith(POOLED)))
+    service = service_of(FakeEngine(**ready_for(path)))
     answer = check_described(ask("POST", path, service, json={**body, "model": "tiny"}), path)
     if body.get("return_token_ids"):
         assert all(choice["token_ids"] for choice in answer["choices"])

@@ -14,13 +14,13 @@ from models.tokenizers import Tokenizer
 from pipelines import pipeline
 from pipelines.replicas.engine_process.client import EngineClient
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.embeddings import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
+from pipelines.server.api.pooling import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.ranking import ScoreRequest, cosine_similarities
 from pipelines.server.api.requests import CompletionRequest
-from pipelines.server.token_routes import embeddings, score
+from pipelines.server.pooled_routes import embeddings, score
 from tests.helpers.embedding_models import write_qwen3_embedding
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import ask, exchange_of, service_of
@@ -75,7 +75,8 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
     assert np.array_equal(np.array(vectors), expected)
     assert np.array_equal(np.array(one["data"][0]["embedding"], np.float32), expected[0])
     assert [item["index"] for item in floats["data"]] == [0, 1, 2]
-    cosines = expected[1:] @ expected[0]  # the vectors are normalised
+    queries, documents = pipe(TEXTS[0], instruction="query"), pipe(TEXTS[1:], instruction="document")
+    cosines = documents @ queries[0]  # the vectors are normalised
     assert [item["score"] for item in scores["data"]] == pytest.approx(cosines.tolist(), abs=1e-6)  # float32 sums
     vectors = [item["embedding"] for item in many["data"]]
     assert np.array_equal(np.array(vectors, np.float32), pipe([{"prompt_token_ids": ids} for ids in MANY]))
@@ -102,7 +103,7 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
 
 
 async def score_without_tokenizer() -> None:
-    exchange, chat = exchange_of(FakeEngine(embeds=True)), Chat(None, ServeConfig())
+    exchange, chat = exchange_of(FakeEngine(pooled="vector")), Chat(None, ServeConfig())
     with pytest.raises(ApiError, match="no tokenizer, which texts need: start it with model.tokenizer"):
         await score(check_request(ScoreRequest, {"queries": "a", "documents": "b"}), exchange, chat)
     chat.close()
@@ -110,7 +111,7 @@ async def score_without_tokenizer() -> None:
 
 def test_documents_are_sorted_and_pairs_are_scored() -> None:
     """Every path of vLLM's API. The fake engine's vectors are the number and the sum of a text's tokens."""
-    engine = FakeEngine(embeds=True)
+    engine = FakeEngine(pooled="vector")
     texts = ["a cat", "", "dogs and cats", "a cat"]
 
     def asked(path: str, **body: Any) -> Any:
@@ -152,4 +153,4 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         ("/v1/embeddings", {"input": "a", "model": "tiny"}),
     ):
         error = ask("POST", path, service_of(FakeEngine()), json=body).json()["error"]
-        assert (error["param"], "gives no vectors" in error["message"]) == ("model", True)
+        assert (error["param"], "continues texts" in error["message"]) == ("model", True)

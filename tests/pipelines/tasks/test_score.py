@@ -15,10 +15,11 @@ from conf.errors import UserError
 from conf.pooling import ScoreConfig
 from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig
+from models.tokenizers.pairs import PAIR, TASK
 from pipelines.tasks.score import run_score
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
-from tests.helpers.embedding_models import write_qwen3_reranker, write_reward_model
+from tests.helpers.embedding_models import PAIR_TEMPLATE, write_qwen3_reranker, write_reward_model
 from tests.helpers.small_tokenizers import byte_level, save
 
 TOLERANCE = 1e-5  # float32 sums in another order; scores are of order 1
@@ -37,6 +38,7 @@ def score_run(folder: Path, data: Path, **score: Any) -> RunConfig:
 
 
 def scored(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **score: Any) -> list[dict[str, Any]]:
+    tmp_path.mkdir(exist_ok=True)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_score(score_run(folder, data, **score), tmp_path / "out", dump)
@@ -45,8 +47,9 @@ def scored(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **score: An
 
 @each("num_labels", [1, 3])
 def test_a_reward_model(tmp_path: Path, num_labels: int) -> None:
-    reference = write_reward_model(tmp_path, num_labels=num_labels)
+    reference = write_reward_model(tmp_path, PAIR_TEMPLATE, num_labels=num_labels)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    pair = [{"role": "query", "content": "Where?"}, {"role": "document", "content": "今天 here"}]
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert text.endswith("world</s>")
     ids = [
@@ -54,11 +57,13 @@ def test_a_reward_model(tmp_path: Path, num_labels: int) -> None:
         tokenizer("Once upon a time").input_ids,
         [5, 6, 7, 1, 1],
         [1, 1, 1],
+        tokenizer.apply_chat_template(pair, return_dict=False),
     ]
     rows = [
         {"messages": CHAT},
         {"prompt": "Once upon a time"},
-        *({"prompt_token_ids": token_ids} for token_ids in ids[2:]),
+        *({"prompt_token_ids": token_ids} for token_ids in ids[2:4]),
+        {"query": "Where?", "document": "今天 here"},
     ]
     for row, prompt in zip(scored(tmp_path, tmp_path, rows), ids, strict=True):
         with torch.inference_mode():
@@ -116,7 +121,7 @@ def test_bad_rows_are_errors(tmp_path: Path) -> None:
     scores = scored(tmp_path, tmp_path, rows)
     assert [row["scores"] is None for row in scores] == [False, True, True, True, True]
     errors = [row["error"] for row in scores]
-    assert "a head of 1 labels, which scores one text: give a prompt or messages" in errors[1]
+    assert "query and document need a chat template with the roles query and document" in errors[1]
     assert "the row has a query and no document: give both" in errors[2]
     assert "the row has none of prompt" in errors[3]
     assert "more than the model takes (max_position_embeddings=128)" in errors[4]
@@ -140,14 +145,28 @@ def test_models_that_cannot_score_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_without_turns_takes_no_pairs(tmp_path: Path) -> None:
-    write_llama(tmp_path, vocab_size=340)
+def test_a_causal_model_judges_in_its_own_chat_template(tmp_path: Path) -> None:
+    """The same instruction as Qwen3-Reranker's, in a user turn. Without a template only prompts are scored."""
+    reference = write_llama(tmp_path, vocab_size=340, max_position_embeddings=512)
     tokenizer = byte_level()
     tokenizer.add_tokens(["yes", "no"])
     save(tokenizer, tmp_path)
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"query": "a", "document": "b"}\n{"prompt": "Is it?"}\n')
-    run_score(score_run(tmp_path, data), tmp_path / "out", dump)
-    pair, prompt = map(json.loads, (tmp_path / "out" / "scores.jsonl").read_text().splitlines())
-    assert "the tokenizer has no token <|im_start|>: give this model's own format as prompt" in pair["error"]
+    pair, rows = {"query": "a", "document": "b"}, [{"query": "a", "document": "b"}, {"prompt": "Is it?"}]
+    score, _ = scored(tmp_path, tmp_path, rows)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    asked = f"{TASK}\n\n{PAIR.format(instruction=ScoreConfig().instruction, **pair)}"
+    turns = [{"role": "user", "content": asked}]
+    ids = theirs.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([ids])).logits[0, -1]
+    answers = logits[theirs.convert_tokens_to_ids(["no", "yes"])].softmax(0)
+    assert score["scores"] == [pytest.approx(float(answers[1]), abs=TOLERANCE)]
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["chat_template"]
+    file.write_text(json.dumps(settings))
+    bare, prompt = scored(tmp_path, tmp_path / "bare", rows)
+    assert (
+        "need Qwen3-Reranker's token <|im_start|> or a chat template, and this tokenizer has neither" in bare["error"]
+    )
     assert 0 < prompt["scores"][0] < 1

@@ -27,7 +27,7 @@ from pipelines.loading import fingerprint
 from pipelines.python.pooled_pipeline import EmbeddingPipeline
 from pipelines.replicas.engine_process.frames import Beat, Deltas, Done, Refused, Submit, SubmitPooled
 from pipelines.replicas.engine_process.loading import Served, load_served
-from pipelines.server.api.embeddings import encode_input
+from pipelines.server.api.pooling import encode_input
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each

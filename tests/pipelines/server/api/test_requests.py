@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipelines.server.api.embeddings import EmbeddingRequest
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.message_requests import MessagesRequest
 from pipelines.server.api.parsing import check_request, parse_request
+from pipelines.server.api.pooling import EmbeddingRequest
 from pipelines.server.api.ranking import RerankRequest, ScoreRequest
 from pipelines.server.api.requests import MAX_FIELDS, ChatRequest, CompletionRequest, Shape
 from pipelines.server.api.response_requests import ResponseRequest

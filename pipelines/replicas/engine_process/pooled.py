@@ -1,0 +1,49 @@
+"""What a served model gives for a prompt without generation: the pooler, and its description in the Ready frame."""
+
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RunConfig
+from models.formats.sentence_transformers import read_embedding_files
+from models.heads import HeadKind
+from models.tokenizers.pairs import has_answers
+from pipelines.engine import Engine
+from pipelines.loading.embedder import Embedder
+from pipelines.loading.model_source import ModelSource
+from pipelines.loading.pooler import Pooler
+from pipelines.loading.scorer import Scorer
+
+
+def served_head(folder: Path) -> HeadKind | None:
+    """Return the head of a served checkpoint: none for an embedding model. None: the checkpoint's own."""
+    return HeadKind.none if read_embedding_files(folder).pooling is not None else None
+
+
+def open_served_pooler(run: RunConfig, source: ModelSource, engine: Engine) -> Pooler | None:
+    """Return the pooler. None: the model only generates text."""
+    if source.architecture.head is HeadKind.none:
+        return Embedder(run.embed, run.predict, source, engine)
+    if source.architecture.num_labels is not None or has_answers(engine.tokenizer):
+        return Scorer(run.score, run.predict, source, engine)
+    return None
+
+
+def pooled_fields(pooler: Pooler) -> dict[str, Any]:
+    """Return the fields of Ready that describe pooled prompts."""
+    settings = pooler.settings
+    if isinstance(pooler, Scorer):
+        names = {"labels": pooler.labels, "activation": pooler.activation}
+        return {
+            "pooled": "labels" if pooler.labels else "answer",
+            "instruction": settings.get("instruction", ""),
+            **names,
+        }
+    assert isinstance(pooler, Embedder)
+    return {
+        "pooled": "vector",
+        "instruction": settings["instruction"],
+        "query_instruction": pooler.instruction_of("query"),
+        "document_instruction": pooler.instruction_of("document", "passage", "corpus"),
+        "final_token_id": settings["eos"],
+        "max_text_tokens": settings["max_tokens"],
+    }
