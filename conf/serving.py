@@ -63,6 +63,14 @@ class ServeConfig:
         only_with={"batches": is_set(give="FOLDER", reason="without which there are no files")},
     )
     """Most bytes of a file of /v1/files."""
+    traces: str | None = option(
+        None,
+        form=(lambda url: url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),
+    )
+    """Address of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces (extra `otel`).
+
+    null: no traces. Spans contain no texts.
+    """
     replicas: int = option(1, minimum=1)
     """Engines that share the requests; more than one run on Ray."""
 

@@ -1,6 +1,7 @@
 """The use of the engine by one HTTP request: submission, cancellation, accounting and the log record."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -69,6 +70,8 @@ class EngineSession:
         is_background = self.record.batch is not None
         if not is_background:
             self._admission.check(sum(len(submit.prompt_token_ids) for submit in submits))
+        if self.record.submitted_s is None:
+            self.record.submitted_s = time.time() - self.record.began
         for submit in submits:
             waiting = None if is_background else self._admission.wait(len(submit.prompt_token_ids))
             try:
@@ -152,7 +155,7 @@ class EngineSession:
         record.num_generated_tokens += done.num_generated_tokens
         record.finish += finish
         if record.queue_s is None:
-            record.queue_s, record.first_token_s = done.queue_s, done.first_token_s
+            record.queue_s, record.first_token_s, record.engine_s = done.queue_s, done.first_token_s, done.total_s
         self._metrics.done(done, finish, list(in_flight.num_tokens.values()), record.key)
 
 

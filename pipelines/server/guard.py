@@ -34,6 +34,7 @@ KEYS = "QUINTET_API_KEYS"
 NO_KEY = ("/health", "/ready")
 UPLOAD = ("POST", "/v1/files")  # this body is streamed to disk
 WHILE_DRAINING = ("/health", "/metrics", "/version")
+TRACE_CONTEXT = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -96,6 +97,9 @@ class Guard:
         record = Record(
             request_id if REQUEST_ID.fullmatch(request_id) else uuid4().hex, scope["method"], scope["path"][:MAX_PATH]
         )
+        record.trace_context = {
+            name: headers[name.encode()].decode("latin-1") for name in TRACE_CONTEXT if name.encode() in headers
+        }
         scope.setdefault("state", {})["record"] = record
 
         more = [(b"x-request-id", record.id.encode())]

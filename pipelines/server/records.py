@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,12 @@ class Record:
     """None if the client disconnected before the response began."""
     began: float = field(default_factory=time.time)
     """Start time in seconds since 1970."""
+    submitted_s: float | None = None
+    """Time until the first prompt was sent to the engine. The next three times begin there."""
     queue_s: float | None = None
     first_token_s: float | None = None
+    engine_s: float | None = None
+    """Time until the engine had finished the prompt."""
     total_s: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -41,8 +45,21 @@ class Record:
     seed: int | None = None
     warnings: list[str] = field(default_factory=list)
     """Parts of the request that have no effect."""
+    answer_id: str | None = None
+    settings: dict[str, Any] | None = None
+    """Settings of the request in SETTINGS, by name."""
+    trace_context: dict[str, str] = field(default_factory=dict)
+    """The headers traceparent and tracestate of the client (W3C Trace Context)."""
     client: dict[str, Any] | None = None
     """Client identification from the body: user, metadata, safety_identifier, prompt_cache_key."""
+
+
+class RecordLog(Protocol):
+    """Receives the record of each completed request."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RequestLog:

@@ -30,7 +30,7 @@ from pipelines.server.api.errors import ApiError
 from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
-from pipelines.server.records import RequestLog
+from pipelines.server.records import RecordLog, RequestLog
 from pipelines.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         log_in(output_dir)
         write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
+        traces = _traces(config)
         request_log = RequestLog(output_dir / "requests.jsonl")
 
         def say(url: str) -> None:
@@ -62,11 +63,13 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
                 print(server.state_slot, flush=True)
 
         try:
-            server = _Server(run, chat, keys, request_log, jobs)
+            server = _Server(run, chat, keys, request_log, jobs, traces)
             number = asyncio.run(server.run(listener, say, SIGNALS))
         finally:
             request_log.close()
             chat.close()
+            if traces is not None:
+                traces.close()
     if number is not None:
         raise SystemExit(128 + number)
 
@@ -83,7 +86,7 @@ def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
         closing(Chat.open(run.model, run.serve)) as chat,
         closing(RequestLog(folder / "requests.jsonl")) as request_log,
     ):
-        server = _Server(run, chat, {}, request_log, None)
+        server = _Server(run, chat, {}, request_log)
 
         def serve() -> None:
             try:
@@ -123,11 +126,17 @@ class _Server:
     """The HTTP server, the engine and the batch jobs of one process."""
 
     def __init__(
-        self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog, jobs: BatchJobs | None
+        self,
+        run: RunConfig,
+        chat: Chat,
+        keys: dict[str, bytes],
+        request_log: RequestLog,
+        jobs: BatchJobs | None = None,
+        traces: RecordLog | None = None,
     ) -> None:
         self._config = run.serve
         self._engine = EngineClient(run) if run.serve.replicas == 1 else replicas_of(run)
-        self._service = Service(run.model, run.serve, self._engine, request_log)
+        self._service = Service(run.model, run.serve, self._engine, request_log, traces)
         self._jobs = jobs
         chat.prepare()
         app = create_app(self._service, chat, keys, jobs)
@@ -221,6 +230,17 @@ class _Server:
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             await jobs.close()
+
+
+def _traces(config: ServeConfig) -> RecordLog | None:
+    """Return the traces of `serve.traces`. Raises UserError without the extra `otel`."""
+    if config.traces is None:
+        return None
+    try:
+        from pipelines.server.traces import Traces
+    except ImportError as error:
+        raise UserError(f"serve.traces={config.traces} needs OpenTelemetry: pip install 'quintet[otel]'") from error
+    return Traces(config.traces)
 
 
 def _jobs(config: ServeConfig) -> BatchJobs | None:

@@ -28,7 +28,7 @@ from pipelines.server.api.requests import Body
 from pipelines.server.api.skipping import header_of, not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics
-from pipelines.server.records import Record, RequestLog
+from pipelines.server.records import Record, RecordLog, RequestLog
 from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, refuses, written
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds, and not logged
 NAMED = {"user", "metadata", "client_metadata", "safety_identifier", "prompt_cache_key"}
 """Body fields that do not affect the answer. They are copied to the log."""
+SETTINGS = {
+    *("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed", "stream"),
+}
+"""Body fields that traces and the log show: the names of gen_ai.request."""
 MAX_WARNINGS = 1000  # different warnings in the log
 
 
@@ -54,7 +58,12 @@ class Service:
     """The server without its routes."""
 
     def __init__(
-        self, model: ModelConfig, config: ServeConfig, engine: RemoteEngine, request_log: RequestLog | None = None
+        self,
+        model: ModelConfig,
+        config: ServeConfig,
+        engine: RemoteEngine,
+        request_log: RequestLog | None = None,
+        traces: RecordLog | None = None,
     ) -> None:
         """Raises UserError if an adapter or a soft prefix has the model's own name."""
         self.config = config
@@ -78,6 +87,7 @@ class Service:
         self.idle.set()
         self._num_active = 0
         self._log = request_log
+        self._traces = traces
         self._logged_warnings: set[str] = set()
 
     def began(self) -> None:
@@ -91,8 +101,9 @@ class Service:
         """
         record.total_s = time.time() - record.began
         self._log_warnings(record)
-        if self._log is not None and is_logged and record.path not in PROBES:
-            self._log.write(record)
+        if is_logged and record.path not in PROBES:
+            for log_of_records in filter(None, (self._log, self._traces)):
+                log_of_records.write(record)
         self._num_active -= 1
         if self._num_active == 0:
             self.idle.set()
@@ -118,9 +129,11 @@ class Service:
         record.model = body.model or self.model_name
         record.warnings = warning_of(not_used(body))
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
+        record.settings = body.model_dump(include=SETTINGS, exclude_none=True) or None
+        record.answer_id = prefix + record.id
         adapter_or_prefix = self.named(record.model)
         loaded(self.engine)
-        context = RequestContext(prefix + record.id, record.model, record.key, last_event_id)
+        context = RequestContext(record.answer_id, record.model, record.key, last_event_id)
         return EngineSession(self.engine, self.admission, self.metrics, record, context, adapter_or_prefix)
 
 
