@@ -31,7 +31,7 @@ from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
 from pipelines.server.records import RecordLog, RequestLog
-from pipelines.server.service import Service
+from pipelines.server.service import Service, open_traces
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         log_in(output_dir)
         write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
-        traces = _traces(config)
+        traces = open_traces(config)
         request_log = RequestLog(output_dir / "requests.jsonl")
 
         def say(url: str) -> None:
@@ -230,17 +230,6 @@ class _Server:
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             await jobs.close()
-
-
-def _traces(config: ServeConfig) -> RecordLog | None:
-    """Return the traces of `serve.traces`. Raises UserError without the extra `otel`."""
-    if config.traces is None:
-        return None
-    try:
-        from pipelines.server.traces import Traces
-    except ImportError as error:
-        raise UserError(f"serve.traces={config.traces} needs OpenTelemetry: pip install 'quintet[otel]'") from error
-    return Traces(config.traces)
 
 
 def _jobs(config: ServeConfig) -> BatchJobs | None:

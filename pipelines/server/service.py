@@ -212,6 +212,17 @@ class EngineResponse(Response):
         return reason
 
 
+def open_traces(config: ServeConfig) -> RecordLog | None:
+    """Return the traces of `serve.traces`. Raises UserError without the extra `otel`."""
+    if config.traces is None:
+        return None
+    try:
+        from pipelines.server.traces import Traces
+    except ImportError as error:
+        raise UserError(f"serve.traces={config.traces} needs OpenTelemetry: pip install 'quintet[otel]'") from error
+    return Traces(config.traces)
+
+
 def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
     """Return the time limit of a request in seconds.
 
