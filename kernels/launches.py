@@ -65,7 +65,6 @@ def tuned_launch(kernel: str, rows: int, x: Tensor, weight: GPUWeight) -> Launch
 
 def shape_of(kernel: str, rows: int, x_dtype: torch.dtype, weight: GPUWeight) -> Shape:
     most = next((most for most in ROWS if rows <= most), ROWS[-1])
-    group_size = weight.chunk if weight.num_groups > 1 else None
     return Shape(
         kernel,
         most,
@@ -73,7 +72,7 @@ def shape_of(kernel: str, rows: int, x_dtype: torch.dtype, weight: GPUWeight) ->
         weight.num_inputs,
         x_dtype,
         weight.codes.dtype,
-        group_size,
+        weight.group_size,
         weight.zero_points is not None,
     )
 

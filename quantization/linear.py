@@ -26,7 +26,7 @@ from kernels.linear import (
     pack_float8,
 )
 from kernels.linear.block_weight import UNIT
-from kernels.linear.gpu_weight import pack_mxfp4
+from kernels.linear.gpu_weight import pack_fp4
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, quantize_rows
 from kernels.take_channels import take_channels
 from models.layers.linear_method import LinearMethod, Weight, take
@@ -209,16 +209,16 @@ class Float8Method(CodedMethod):
 
 
 class BlockMethod(CodedMethod):
-    """ggml's blocks, on a CPU, and MXFP4 on a GPU. Activations are floats, or, on a CPU, 8-bit integers with a scale per
+    """ggml's blocks, on a CPU, and FP4 on a GPU. Activations are floats, or, on a CPU, 8-bit integers with a scale per
     32 inputs."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
-        if not weight.codes.is_cpu:
-            if self.scheme.weights.kind is CodeKind.MXFP4:
-                return pack_mxfp4(weight.codes)
-            name = self.scheme.weights.kind.name.lower()
+        kind, is_on_gpu = self.scheme.weights.kind, not weight.codes.is_cpu
+        if is_on_gpu and kind not in (CodeKind.MXFP4, CodeKind.NVFP4):
+            name = kind.name.lower()
             raise UserError(f"{name} is for a CPU: give int8 or int4 in quant.overrides, quant.embedding or quant.plan")
-        return pack_blocks(self.scheme.weights.kind.name, weight.codes, weight.global_scale)
+        pack = pack_fp4 if is_on_gpu else pack_blocks
+        return pack(kind.name, weight.codes, weight.global_scale)
 
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
         return BlockWeight(tensors.pop("packed"), *self._shape, self.scheme.weights.kind.name)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from conf.decoding import warn_once
@@ -20,7 +19,7 @@ from models.layers.linear import Linear, tied_embedding
 from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.layouts.gguf import GPU_FORMATS, GGUFQuantization
+from quantization.layouts.gguf import GGUFQuantization
 from quantization.linear import BlockMethod, Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, fitted_blocks, parse_format, scheme_of
@@ -199,20 +198,20 @@ def _quantize_embedding(model: CausalLM, format: str) -> None:
 
 
 def place_stored_layers(
-    model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+    model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
     """Make the model's layers load the quantised tensors of a checkpoint.
 
     `shapes` are the shapes of its tensors, by name.
 
-    Returns the schemes by layer name, without layers that become floats: NVFP4 on a GPU, and layers that the model keeps
-    in floats. Raises UserError for tensors that the layout cannot hold.
+    Returns the schemes by layer name, without layers that the model keeps in floats. Raises UserError for tensors that
+    the layout cannot hold.
     """
     tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module, then by the name within it
     for tensor, shape in shapes.items():
         module, _, name = tensor.rpartition(".")
         tensors.setdefault(module, {})[name] = shape
-    schemes, unpacked = dict[str, LinearScheme](), list[str]()
+    schemes = dict[str, LinearScheme]()
     for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
         layer, tensor_shapes = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, tensor_shapes)
@@ -224,17 +223,11 @@ def place_stored_layers(
             layout = stored.layout(spec, tensor_shapes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        kind = scheme.weights.kind
-        if layer.is_quantizable and kind.is_blocks and device.type != "cpu" and kind.name not in GPU_FORMATS:
-            layer.untie(DenseMethod(Dequantized(layout, layer.shape)))
-            unpacked.append(name)
-        elif layer.is_quantizable:
+        if layer.is_quantizable:
             layer.untie(method_of(scheme, layout, layer.shape))
             schemes[name] = scheme
         else:
             layer.method = DenseMethod(Dequantized(layout, layer.shape))
-    if unpacked:
-        warn_once(f"{len(unpacked)} layers in NVFP4 become floats on a GPU, which take more memory ({unpacked[0]})")
     return schemes
 
 

@@ -52,9 +52,7 @@ def _multiply(
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     shared = format_of(weight, x_scales, x_group_size) | launch.options
-    # Scales and zero points are not contiguous after `GPUWeight.slice_outputs`.
-    scales, zeros = (None if part is None else part.contiguous() for part in (weight.scales, weight.zero_points))
-    tensors = (x, x_scales, weight.codes, scales, zeros)
+    tensors = (x, x_scales, *tensors_of(weight))
     if rows == 1:
         _one_row[(programs,)](*tensors, output, CHUNKS=chunks_at_once(weight), **shared)
         return output
@@ -65,6 +63,13 @@ def _multiply(
         size = rows * outputs
         _add[(triton.cdiv(size, EPILOGUE_SIZE),)](parts, output, size, splits, SIZE=EPILOGUE_SIZE)
     return output
+
+
+def tensors_of(weight: GPUWeight) -> tuple[Tensor | None, ...]:
+    """Return the codes, scales, group scales and zero points, as the kernels take them."""
+    # All but the codes are not contiguous after `GPUWeight.slice_outputs`.
+    parts = weight.scales, weight.group_scales, weight.zero_points
+    return weight.codes, *(None if part is None else part.contiguous() for part in parts)
 
 
 def format_of(weight: GPUWeight, x_scales: Tensor | None, x_group_size: int | None) -> dict[str, int]:
@@ -86,6 +91,8 @@ def chunks_at_once(weight: GPUWeight) -> int:
 
 def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight: GPUWeight) -> int:
     """Return the chunks that share a scale of the rows; 0 if a row has one scale."""
+    if x_scales is not None and weight.group_scales is not None:
+        raise ValueError("an NVFP4 weight is multiplied by rows of floats, not of codes with scales")
     if x_scales is None or x_scales.shape[1] == 1:
         return 0
     size = x_group_size or 0
@@ -120,12 +127,21 @@ def _load_scales(place, mask):
 
 
 @triton.jit
+def _load_group_scales(place, mask):
+    """Load e4m3 scales without a sign, float32, halved, because values of FP4 are doubled. As bits of a float16 they
+    are 2^8 times smaller, denormal numbers included."""
+    bits = tl.load(place, mask=mask, other=0).to(tl.uint16) << 7
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 128
+
+
+@triton.jit
 def multiply_row(
     expert,
     x,
     x_scales,
     codes,
     scales,
+    group_scales,
     zero_points,
     n,
     outputs: tl.constexpr,
@@ -141,6 +157,7 @@ def multiply_row(
     inside = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
     PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    FP4: tl.constexpr = PAIRED and (group_scales is not None or scales.dtype.element_ty == tl.uint8)
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
@@ -148,6 +165,8 @@ def multiply_row(
     codes += expert * outputs * stride
     if scales is not None:
         scales += expert * groups * scales_of_group
+    if group_scales is not None:
+        group_scales += expert * outputs * 2 * chunks
     if zero_points is not None:
         zero_points += expert * groups * outputs
     unit = tl.arange(0, width)
@@ -168,10 +187,15 @@ def multiply_row(
                 zero = tl.load(zero_points + place, mask=known, other=0).to(wide)[:, :, None]
             k += CHUNK // 2
             x_high = tl.load(x + k, mask=k < inputs, other=0.0).to(wide)[None, :, :]
-            if scales.dtype.element_ty == tl.uint8:
-                products = _doubled_fp4(tile & 15).to(wide) * x_low + _doubled_fp4(tile >> 4).to(wide) * x_high
+            if FP4:
+                low, high = _doubled_fp4(tile & 15).to(wide), _doubled_fp4(tile >> 4).to(wide)
             else:
-                products = ((tile & 15).to(wide) - zero) * x_low + ((tile >> 4).to(wide) - zero) * x_high
+                low, high = (tile & 15).to(wide) - zero, (tile >> 4).to(wide) - zero
+            if group_scales is not None:
+                place = group_scales + 2 * c[None, :] * outputs + n[:, None]
+                low *= _load_group_scales(place, known)[:, :, None]
+                high *= _load_group_scales(place + outputs, known)[:, :, None]
+            products = low * x_low + high * x_high
         else:
             products = tile.to(wide) * x_low
         part = tl.sum(products, 2).to(tl.float32)
@@ -197,6 +221,7 @@ def multiply_rows(
     x_scale,
     codes,
     scales,
+    group_scales,
     zero_points,
     n,
     first,
@@ -213,6 +238,7 @@ def multiply_rows(
     known = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
     PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    FP4: tl.constexpr = PAIRED and (group_scales is not None or scales.dtype.element_ty == tl.uint8)
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
@@ -220,6 +246,8 @@ def multiply_rows(
     codes += expert * outputs * stride
     if scales is not None:
         scales += expert * groups * scales_of_group
+    if group_scales is not None:
+        group_scales += expert * outputs * 2 * chunks
     if zero_points is not None:
         zero_points += expert * groups * outputs
     dtype: tl.constexpr = row.dtype.element_ty
@@ -237,13 +265,18 @@ def multiply_rows(
         part = tl.zeros([n.shape[0], inside.shape[0]], sums) if GROUPED else total
         if PAIRED:
             low, high = (tile & 15).to(tl.int8), (tile >> 4).to(tl.int8)
-            if scales.dtype.element_ty == tl.uint8:
+            if FP4:
                 low, high = _doubled_fp4(low), _doubled_fp4(high)
             elif zero_points is not None:
                 zero = tl.load(zero_points + c * (outputs if GROUPED else 0) + n, mask=known, other=0)[:, None]
                 low, high = low - zero, high - zero
             else:
                 low, high = low - 8, high - 8
+            if group_scales is not None:
+                place = group_scales + 2 * c * outputs + n
+                # exact in 16 bits: the product of two and four significant bits
+                low = low.to(tl.float32) * _load_group_scales(place, known)[:, None]
+                high = high.to(tl.float32) * _load_group_scales(place + outputs, known)[:, None]
             k += CHUNK // 2
             x_high = tl.load(row[:, None] + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
             part = tl.dot(low.to(dtype), tl.trans(x_low), part, input_precision="ieee", out_dtype=sums)
@@ -279,6 +312,7 @@ def _one_row(
     x_scales,
     codes,
     scales,
+    group_scales,
     zero_points,
     output,
     outputs: tl.constexpr,
@@ -297,6 +331,7 @@ def _one_row(
         x_scales,
         codes,
         scales,
+        group_scales,
         zero_points,
         n,
         outputs,
@@ -316,6 +351,7 @@ def _rows(
     x_scales,
     codes,
     scales,
+    group_scales,
     zero_points,
     output,
     rows,
@@ -350,6 +386,7 @@ def _rows(
         x_scale,
         codes,
         scales,
+        group_scales,
         zero_points,
         n,
         first,

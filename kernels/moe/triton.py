@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
 from kernels.linear.gpu_weight import GPUWeight
-from kernels.linear.triton import chunks_at_once, format_of, multiply_row, multiply_rows
+from kernels.linear.triton import chunks_at_once, format_of, multiply_row, multiply_rows, tensors_of
 from kernels.paged_attention.triton import find_segment
 from kernels.quantize_rows.rows import ActivationFormat
 from kernels.quantize_rows.triton import quantize_rows
@@ -113,7 +113,7 @@ def _multiply(
         "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
         "PAIRS_OF_A_ROW": num_pairs // len(x),
     }
-    tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
+    tensors = (x, x_scales, *tensors_of(weight))
     tiles = triton.cdiv(weight.num_outputs, launch.outputs)
     if pairs.order is None:
         chunks = chunks_at_once(weight)
@@ -187,6 +187,7 @@ def _one_token(
     x_scales,
     codes,
     scales,
+    group_scales,
     zero_points,
     chosen,
     weights,
@@ -218,6 +219,7 @@ def _one_token(
         x_scales,
         codes,
         scales,
+        group_scales,
         zero_points,
         n,
         outputs,
@@ -235,6 +237,7 @@ def _one_token(
             x_scales,
             codes,
             scales,
+            group_scales,
             zero_points,
             n,
             outputs,
@@ -256,6 +259,7 @@ def _product(
     x_scales,
     codes,
     scales,
+    group_scales,
     zero_points,
     order,
     starts,
@@ -297,6 +301,7 @@ def _product(
         x_scale,
         codes,
         scales,
+        group_scales,
         zero_points,
         n,
         0,
@@ -316,6 +321,7 @@ def _product(
             x_scale,
             codes,
             scales,
+            group_scales,
             zero_points,
             n,
             0,

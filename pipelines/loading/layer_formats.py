@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from conf.decoding import warn_once
@@ -38,10 +37,9 @@ def choose_layer_formats(
     stored: StoredQuantization | None,
     files: list[WeightFile],
     checkpoint_config: ConfigReader,
-    device: torch.device,
 ) -> None:
     if stored is not None:
-        _place_stored(model, config, stored, files, device)
+        _place_stored(model, config, stored, files)
     elif config.scheme is not QuantScheme.none:
         assert not config.needs_calibration
         importance = dict[str, Tensor]()
@@ -55,9 +53,7 @@ def choose_layer_formats(
         make_activations_auto(model)
 
 
-def _place_stored(
-    model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile], device: torch.device
-) -> None:
+def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     if config.imatrix is not None:
@@ -65,7 +61,7 @@ def _place_stored(
     if config.embedding is not None:
         raise UserError(f"quant.embedding={config.embedding} is not used by a quantised checkpoint: leave it out")
     planned, shapes = plan(model, config), _shapes(files)
-    schemes = place_stored_layers(model, stored, shapes, device)
+    schemes = place_stored_layers(model, stored, shapes)
     coded = [*schemes]
     if (scheme := place_stored_embedding(model, stored, shapes)) is not None:
         coded.append(model.layout.embedding)

@@ -3,7 +3,7 @@
 import torch
 
 from conf.errors import UserError
-from conf.quantization import MIXTURES, QuantConfig, QuantScheme
+from conf.quantization import FP4, MIXTURES, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig
 from models.linear_layers import pack_layers
 from models.meta_model import open_model
@@ -33,9 +33,9 @@ def plan_model(
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
     max_values = max_layer_values(model)
-    if quant.scheme.is_blocks and quant.scheme is not QuantScheme.mxfp4 and device.type != "cpu":
+    if quant.scheme.is_blocks and quant.scheme not in FP4 and device.type != "cpu":
         raise UserError(
-            f"quant={quant.scheme.name} is for a CPU, not device={device.type}: give quant=int4, int8 or mxfp4"
+            f"quant={quant.scheme.name} is for a CPU, not device={device.type}: give quant=int4, int8, mxfp4 or nvfp4"
         )
     if quant.scheme in MIXTURES:
         from quantization.mixtures import resolve_mixture  # imported here: other schemes do not need gguf
@@ -44,7 +44,7 @@ def plan_model(
     if quant.scheme is QuantScheme.auto:
         quant = resolve_plan(quant, model)
     stored = read_quantization(config, files, device)
-    choose_layer_formats(model, quant, stored, files, config, device)
+    choose_layer_formats(model, quant, stored, files, config)
     static_cache = place_cache_scales(model, quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]
     if packed:

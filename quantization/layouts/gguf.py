@@ -29,7 +29,7 @@ FORMATS = {name: of_blocks(name) for name in KINDS}
 """Formats of the ggml types that stay packed on a CPU. All other types become floats."""
 GPU_FORMATS = {
     **{f"Q{bits}_0": WeightFormat(bits, group_size=UNIT) for bits in (8, 4)},
-    "MXFP4": FORMATS["MXFP4"],
+    **{name: FORMATS[name] for name in ("MXFP4", "NVFP4")},
 }
 """Formats of the ggml types that stay packed on a GPU."""
 

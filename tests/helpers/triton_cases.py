@@ -31,6 +31,7 @@ EXPERT_FORMATS: dict[str, tuple[int, torch.dtype, int | None, bool, ActivationFo
     "w4a16 g128": (4, torch.int8, 128, False, None),
     "w4a16 g32 zero": (4, torch.int8, 32, True, None),
     "mxfp4": (4, torch.uint8, 32, False, None),
+    "nvfp4": (4, torch.uint8, 16, False, None),
     "fp8 weight": (8, FP8, None, False, None),
     "w8a8": (8, torch.int8, None, False, ActivationFormat(torch.int8)),
     "fp8": (8, FP8, None, False, ActivationFormat(FP8)),

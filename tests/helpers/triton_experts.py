@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.block_weight import read_blocks
-from kernels.linear.gpu_weight import GPUWeight, pack, pack_mxfp4, stack
+from kernels.linear.gpu_weight import GPUWeight, pack, pack_fp4, stack
 from kernels.moe import reference, route, triton
 from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
@@ -19,12 +19,13 @@ def make_experts(
     group = group_size or inputs
     weights, wholes = [], []
     for number in range(count):
-        if kind == "mxfp4":
-            blocks = torch.from_numpy(random_blocks("MXFP4", outputs, inputs, seed=number))
-            wholes.append(read_blocks("MXFP4", blocks).dequantize().double())
-            weights.append(pack_mxfp4(blocks))
-            if number in idle:
-                weights[-1].scales.fill_(255)
+        if kind in ("mxfp4", "nvfp4"):
+            blocks = torch.from_numpy(random_blocks(kind.upper(), outputs, inputs, seed=number))
+            weights.append(pack_fp4(kind.upper(), blocks, global_scale := 0.1 + number))
+            wholes.append(read_blocks(kind.upper(), blocks, global_scale).dequantize().double())
+            if number in idle:  # bytes of NaN
+                for part in weights[-1].tensors.values():
+                    part.fill_(255 if part.dtype == torch.uint8 else torch.nan)
             continue
         codes = random_codes(outputs, inputs, bits, has_zeros).roll(number, 0)
         codes = (codes.float() / 4).to(FP8) if dtype == FP8 else codes

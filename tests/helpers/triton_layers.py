@@ -15,7 +15,7 @@ from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.linear import method_of
 from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat, quantize
+from quantization.weight_format import WeightFormat, of_blocks, quantize
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
 
 FP8 = CodeKind.FP8
@@ -44,6 +44,8 @@ def make_layer(
     return layer
 
 
+FP4 = {"mxfp4": of_blocks("MXFP4"), "nvfp4": of_blocks("NVFP4")}  # its activations stay floats
+
 # auto is one of the first two, by the number of rows
 SCHEMES = (list(WEIGHTS), [Activations.none, Activations.dynamic, Activations.static])
 OUTPUTS = (48, 80, 38)
@@ -63,7 +65,7 @@ def make_layers(
     dtype: torch.dtype = torch.float32,
     has_bias: bool = True,
 ) -> list[Linear]:
-    """Return layers. `kind`: one of WEIGHTS, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
+    """Return layers. `kind`: one of WEIGHTS or FP4, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
     layers: list[Linear] = []
     for seed, size in enumerate(outputs):
         weight, bias = noise(size, inputs, seed=seed) / 16, noise(size, seed=seed) if has_bias else None
@@ -72,7 +74,7 @@ def make_layers(
             layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
             layers.append(layer.to(DEVICE, dtype).requires_grad_(False))
             continue
-        scheme = LinearScheme(WEIGHTS["fp8 groups" if kind == BLOCKS else kind], activations)
+        scheme = LinearScheme((WEIGHTS | FP4)["fp8 groups" if kind == BLOCKS else kind], activations)
         quantized = quantize(weight, scheme.weights)
         if kind == BLOCKS:
             scales = quantized.scales[::128].repeat_interleave(128, 0)[:size]

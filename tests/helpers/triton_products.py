@@ -13,10 +13,7 @@ def random_codes(outputs: int, inputs: int, bits: int, zero_points: bool) -> Ten
 
 
 def on_device(weight: gpu_weight.GPUWeight) -> gpu_weight.GPUWeight:
-    zeros = None if weight.zero_points is None else weight.zero_points.to(DEVICE)
-    return gpu_weight.GPUWeight(
-        weight.codes.to(DEVICE), weight.scales.to(DEVICE), zeros, weight.num_inputs, weight.chunk
-    )
+    return weight.with_tensors({name: part.to(DEVICE) for name, part in weight.tensors.items()})
 
 
 def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:

@@ -148,6 +148,17 @@ def multiply(
     matmul(torch.empty(num_rows, inputs, dtype=BF16), GPUWeight(codes, scales, zeros, inputs, chunk))
 
 
+def multiply_nvfp4(num_rows: int) -> None:
+    matmul(torch.empty(num_rows, 4096, dtype=BF16), nvfp4(torch.empty(14336, 2048, dtype=torch.uint8)))
+
+
+def nvfp4(codes: torch.Tensor) -> GPUWeight:
+    """Return the weight of codes [..., N, K / 2]."""
+    *experts, outputs, half = codes.shape
+    group_scales = torch.empty(*experts, half // 8, outputs, dtype=torch.uint8)
+    return GPUWeight(codes, torch.empty(*experts, 1, outputs), None, 2 * half, 32, group_scales)
+
+
 def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> None:
     groups = 32 if blocks else 1
     codes, scales = torch.empty(14336, 4096, dtype=dtype), torch.empty(groups, 112 if blocks else 14336)
@@ -177,6 +188,8 @@ def experts_of(num_experts: int, outputs: int, inputs: int, kind: str, dtype: to
         return of_floats(torch.empty(num_experts, outputs, inputs, dtype=dtype))
     bits, code_dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
     codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else code_dtype)
+    if kind == "nvfp4":
+        return nvfp4(codes)
     groups = -(-inputs // (group_size or inputs))
     scales = torch.empty(num_experts, groups, -(-outputs // 128) if kind == "fp8 blocks" else outputs)
     scales = scales.to(torch.uint8) if kind == "mxfp4" else scales
@@ -225,6 +238,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} w4a16 g128": partial(multiply, rows, 4, 32) for rows in ROWS},
     **{f"matmul {rows} w4a16 g32 zero": partial(multiply, rows, 4, 128, True) for rows in ROWS},
     **{f"matmul {rows} mxfp4": partial(multiply, rows, 4, 128, scale_dtype=torch.uint8) for rows in ROWS},
+    **{f"matmul {rows} nvfp4": partial(multiply_nvfp4, rows) for rows in ROWS},
     **{f"matmul {rows} fp8 weight": partial(multiply, rows, 8, 1, dtype=FP8) for rows in ROWS},
     **{f"matmul {rows} w8a8": partial(multiply_codes, rows, torch.int8) for rows in ROWS},
     **{f"matmul {rows} fp8": partial(multiply_codes, rows, FP8) for rows in ROWS},

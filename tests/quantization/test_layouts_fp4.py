@@ -19,15 +19,15 @@ from torch import Tensor
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import Activations, BlockActivations, QuantConfig
+from conf.quantization import Activations, BlockActivations, QuantConfig, QuantScheme
 from models.config import ConfigReader
-from models.layers.dense import DenseMethod
 from models.layers.linear import Linear
+from models.layers.linear_method import LinearMethod
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from quantization.layouts import read_quantization
 from quantization.linear import BlockMethod, Float8Method
-from tests.helpers.builders import engine_of, run_config
+from tests.helpers.builders import engine_of, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.packed_layouts import assert_same_model, change, write_twins
 
@@ -97,6 +97,16 @@ def float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4, "unpack_fp4_from_uint8", partial(unpack_fp4_from_uint8, dtype=torch.float32))
 
 
+def gpu_method(folder: Path, quant: QuantConfig) -> LinearMethod:
+    """Return the method of a layer that is planned for a GPU."""
+    run = run_config(folder)
+    layer = plan_model(
+        run.model, quant, resolve_model(run.model), torch.device("cuda"), packed=False
+    ).model.get_submodule(UP)
+    assert isinstance(layer, Linear)
+    return layer.method
+
+
 @each("case", CASES)
 def test_a_model_is_its_twin(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
@@ -106,11 +116,19 @@ def test_a_model_is_its_twin(case: str, tmp_path: Path, caplog: pytest.LogCaptur
     has_float_activations = config.get("quant_method") != "modelopt" and "activations" not in case
     assert ("which stay floats here" in caplog.text) != has_float_activations
     assert "not used" not in caplog.text.replace("hardware is not used", "")
-    run = run_config(packed)
-    on_gpu = plan_model(run.model, run.quant, resolve_model(run.model), torch.device("cuda"), packed=False).model
-    layer = on_gpu.get_submodule(UP)
-    assert isinstance(layer, Linear)
-    assert isinstance(layer.method, BlockMethod if case.startswith("mxfp4") else DenseMethod)
+    assert isinstance(gpu_method(packed, QuantConfig()), BlockMethod)
+
+
+def test_a_gpu_holds_fp4_but_no_other_blocks(tmp_path: Path) -> None:
+    write_llama(tmp_path, **SIZES)
+    for scheme in (QuantScheme.mxfp4, QuantScheme.nvfp4):
+        method = gpu_method(tmp_path, QuantConfig(scheme))
+        assert isinstance(method, BlockMethod)
+        assert method.scheme.weights.kind.name == scheme.name.upper()
+    with pytest.raises(
+        UserError, match="quant=q4_k is for a CPU, not device=cuda: give quant=int4, int8, mxfp4 or nvfp4"
+    ):
+        gpu_method(tmp_path, QuantConfig(QuantScheme.q4_k))
 
 
 @pytest.mark.long

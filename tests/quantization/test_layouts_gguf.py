@@ -232,7 +232,7 @@ def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
     files = open_checkpoint(file, False).open_weights({})
     assert read_gguf_quantization(files, torch.device("cuda")) is None
-    assert GPU_FORMATS.keys() == {"Q8_0", "Q4_0", "MXFP4"}
+    assert GPU_FORMATS.keys() == {"Q8_0", "Q4_0", "MXFP4", "NVFP4"}
     file_quantization = read_gguf_quantization(files)
     assert file_quantization is not None
     assert set(file_quantization.types.values()) == {"Q4_1", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}

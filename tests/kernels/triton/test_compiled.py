@@ -37,6 +37,7 @@ TIGHT = (
     "moe 8 mixtral-8x7b floats",
     "moe 4096 mixtral-8x7b fp8",
     "moe 4096 mixtral-8x7b w8a8",
+    "moe 4096 mixtral-8x7b nvfp4",
 )
 
 

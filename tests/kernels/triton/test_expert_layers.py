@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import kernels.linear
+import quantization.linear
 from conf.quantization import Activations
-from kernels.linear.gpu_weight import of_floats
+from kernels.linear.gpu_weight import of_floats, pack_fp4
 from kernels.moe import route
 from models.layers.dense import DenseMethod
 from models.layers.mlp import MLP
@@ -21,7 +22,7 @@ from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
 from tests.helpers.cases import each
 from tests.helpers.triton_cases import DEVICE, assert_near, covering, noise
-from tests.helpers.triton_layers import SCHEMES, WEIGHTS, is_scheme
+from tests.helpers.triton_layers import FP4, SCHEMES, WEIGHTS, is_scheme
 
 HIDDEN, CHANNELS = 256, 128
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -30,6 +31,7 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 @pytest.fixture(autouse=True)
 def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(quantization.linear, "pack_blocks", pack_fp4)
 
 
 def make_experts(scheme: LinearScheme | None, count: int = 3, dtype: torch.dtype = torch.float32) -> Experts:
@@ -60,14 +62,14 @@ def own_forwards(experts: Experts) -> list[nn.Module]:
     return called
 
 
-CASES = covering((*SCHEMES, [1, 4]), 2, is_scheme)
+CASES = covering((*SCHEMES, [1, 4]), 2, is_scheme) + list(itertools.product(FP4, [Activations.none], [1, 4]))
 
 
 @pytest.mark.long
 @each("weights, activations, tokens", CASES, quick=CASES[1:3])
 @torch.inference_mode()
 def test_together_they_are_what_each_is_alone(weights: str, activations: Activations, tokens: int) -> None:
-    experts = make_experts(LinearScheme(WEIGHTS[weights], activations))
+    experts = make_experts(LinearScheme((WEIGHTS | FP4)[weights], activations))
     one_by_one = experts(*inputs(tokens))
     num_bytes = sum(parameter.nbytes for parameter in experts.parameters())
     experts.merge()

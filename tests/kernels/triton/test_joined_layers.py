@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import kernels.linear
+import quantization.linear
 from conf.quantization import Activations
-from kernels.linear.gpu_weight import of_floats
+from kernels.linear.gpu_weight import of_floats, pack_fp4
 from kernels.swiglu import swiglu
 from models.layers.dense import DenseMethod
 from models.layers.linear import Linear
@@ -14,6 +15,7 @@ from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_layers import (
     BLOCKS,
     FLOATS,
+    FP4,
     SCHEMES,
     check_joined,
     each_alone,
@@ -26,6 +28,7 @@ from tests.helpers.triton_layers import (
 @pytest.fixture(autouse=True)
 def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(quantization.linear, "pack_blocks", pack_fp4)
     monkeypatch.setattr(DenseMethod, "gpu_weight", property(lambda method: of_floats(method.weight.detach())))
 
 
@@ -51,7 +54,7 @@ def test_so_are_floats_and_blocks(rows: int) -> None:
     check_joined(make_layers(BLOCKS, Activations.dynamic, outputs), noise(rows, 256).to(DEVICE))
 
 
-@each("kind", [FLOATS, "int4 zero points"])
+@each("kind", [FLOATS, "int4 zero points", *FP4])
 @torch.inference_mode()
 def test_without_biases(kind: str) -> None:
     check_joined(make_layers(kind, has_bias=False), noise(3, 256).to(DEVICE))

@@ -18,8 +18,8 @@ from tests.helpers.triton_experts import check_mixture, choose, make_experts
 @tiers("kind, chosen", list(EXPERT_FORMATS), [[[2, 0], [0, 4], [2, 4]], [[4, 2]]])
 def test_quantised_experts(kind: str, chosen: list[list[int]]) -> None:
     size, channels = 136, 140 if "blocks" in kind else 72  # parts of tiles and of groups
-    if kind == "mxfp4":
-        size, channels = 160, 96
+    if "fp4" in kind:  # whole blocks
+        size, channels = (160, 96) if kind == "mxfp4" else (192, 320)
     check_mixture(kind, torch.tensor(chosen), 5, size, channels)
 
 

@@ -15,7 +15,8 @@ import quantization.linear
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight, matmul
 from kernels.linear.block_weight import read_blocks
-from kernels.linear.gpu_weight import pack_mxfp4, take_rows
+from kernels.linear.gpu_weight import pack_fp4, take_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from models.layers.linear import MergedLinear
 from models.layers.norm import AddRMSNorm
@@ -23,6 +24,7 @@ from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, of_blocks, quantize
+from tests.helpers.cases import each
 from tests.helpers.gguf_files import random_blocks
 from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_layers import FP8, SCHEMES, WEIGHTS, is_scheme, make_layer
@@ -50,23 +52,34 @@ def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torc
     assert held == num_bytes(stored, scheme) == layer.method.num_bytes(dtype)
 
 
-def test_mxfp4() -> None:
+@each("kind, bits", [("MXFP4", 4.25), ("NVFP4", 4.5 + 32 / 256)])  # NVFP4 has a float32 for each output
+def test_fp4(kind: str, bits: float) -> None:
     """Its activations stay floats."""
-    kind, blocks = of_blocks("MXFP4"), torch.from_numpy(random_blocks("MXFP4", 70, 256, seed=0))
-    blocks[:2, 0] = torch.tensor([0, 126], dtype=torch.uint8)  # a denormal scale, and a large one
-    weight, values = on_device(pack_mxfp4(blocks)), read_blocks("MXFP4", blocks).dequantize()
-    numbers = torch.tensor([69, 0, 1, 0])
-    assert take_rows(weight, numbers.to(DEVICE), torch.float32).cpu().equal(values[numbers])
-    for rows, dtype in product((1, 5, 17, 70), (torch.float32, torch.bfloat16)):  # one per way to launch
+    blocks, is_nvfp4 = torch.from_numpy(random_blocks(kind, 70, 256, seed=0)), kind == "NVFP4"
+    # a denormal scale, and large ones
+    blocks[:2, 0] = torch.tensor([1, 126] if is_nvfp4 else [0, 126], dtype=torch.uint8)
+    global_scale = 1 / 3 if is_nvfp4 else 1.0
+    weight, values = (
+        on_device(pack_fp4(kind, blocks, global_scale)),
+        read_blocks(kind, blocks, global_scale).dequantize(),
+    )
+    numbers, rounded = torch.tensor([69, 0, 1, 0]), 2**-23 if is_nvfp4 else 0  # the global scale is a float32 here
+    rows_of_it = take_rows(weight, numbers.to(DEVICE), torch.float32).cpu()
+    torch.testing.assert_close(rows_of_it, values[numbers], rtol=rounded, atol=0)
+    for rows, dtype in product((1, 5, 17, 70), (torch.float32, torch.bfloat16, torch.float16)):  # one per way to launch
         x = noise(rows, 256, dtype=dtype)
         assert_near(matmul(x.to(DEVICE), weight), x.double() @ values.double().T)
-    x, bias, stored = noise(7, 256), noise(70), StoredWeight(QuantizedWeight(blocks, torch.empty(70, 0)))
-    expected = make_layer(stored, LinearScheme(kind), bias, torch.float32, "cpu")(x, None)
-    with patch.object(quantization.linear, "pack_blocks", lambda kind, blocks, scale: pack_mxfp4(blocks)):
-        layer = make_layer(stored, LinearScheme(kind, Activations.dynamic), bias, torch.float32, DEVICE)
+    x, bias, scales = noise(7, 256), noise(70), torch.tensor([[global_scale]]).double()
+    stored = StoredWeight(QuantizedWeight(blocks, scales if is_nvfp4 else torch.empty(70, 0)))
+    expected = make_layer(stored, LinearScheme(of_blocks(kind)), bias, torch.float32, "cpu")(x, None)
+    with patch.object(quantization.linear, "pack_blocks", pack_fp4):
+        layer = make_layer(stored, LinearScheme(of_blocks(kind), Activations.dynamic), bias, torch.float32, DEVICE)
     assert isinstance(layer.method.weight, GPUWeight)
     assert_near(layer(x.to(DEVICE), None), expected, 1e-4)
-    assert sum(part.nbytes for part in layer.parameters()) - layer.bias.nbytes == 70 * 256 * 4.25 / 8
+    assert sum(part.nbytes for part in layer.parameters()) - layer.bias.nbytes == 70 * 256 * bits / 8
+    if is_nvfp4:
+        with pytest.raises(ValueError, match="an NVFP4 weight is multiplied by rows of floats"):
+            matmul(QuantizedActivations(*quantize_rows(x.to(DEVICE)), torch.float32), weight)
 
 
 @tiers("weights, dtype", ["int8", "int4 groups", "fp8", "fp8 groups"], [torch.float32, torch.bfloat16])
