@@ -29,6 +29,24 @@ HEADS: Mapping[str, tuple[Unit, ...]] = {
 
 
 @dataclass(frozen=True)
+class JoinedExperts:
+    """The tensors of a checkpoint that hold all N experts of a layer, by their names in the module that has `experts`.
+
+    E hidden channels, F channels of an expert. Biases [N, 2F] and [N, E] have the end `_bias`; blocks and scales of
+    MXFP4, whose outputs are first, `_blocks` and `_scales`.
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    """[N, 2F, E]."""
+    down: str = "experts.down_proj"
+    """[N, E, F]."""
+    inputs_first: bool | None = None
+    """Whether weights are [N, E, 2F] and [N, F, E]. None: files have either order, which their shapes show."""
+    alternates: bool = False
+    """Whether outputs of gates and ups alternate. If not, all gates of an expert are before its ups."""
+
+
+@dataclass(frozen=True)
 class ModelLayout:
     """Module names. The defaults are Llama's names, which most families use."""
 
@@ -71,3 +89,5 @@ class ModelLayout:
 
     A layer without an entry is made of channels.
     """
+    joined_experts: JoinedExperts = JoinedExperts()
+    """How Hugging Face's layout joins experts, if it does."""

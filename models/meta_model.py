@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from conf.errors import UserError
 from models.causal_lm import CausalLM, ModelShape
 from models.formats.base import Checkpoint, WeightFile
+from models.formats.joined_experts import split_experts
 from models.formats.partition import expected_tensors
 from models.formats.renamed import renamed
 from models.layers.linear import tied_embedding
@@ -43,7 +44,7 @@ def open_model(
     model = build_meta_model(architecture, shape, checkpoint)
     if checkpoint is None:
         return model, []
-    files = checkpoint.open_weights(expected_tensors(model))
+    files = _open_files(checkpoint, model)
     if has_tied_codes:
         return model, [_with_head_as_embedding(file, model) for file in files]
     if tied_embedding(model.head) is None:
@@ -56,7 +57,7 @@ def open_model(
     if not {head_weight, embedding} <= stored.keys():
         return model, files
     untied = build_meta_model(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
-    files = checkpoint.open_weights(expected_tensors(untied))
+    files = _open_files(checkpoint, untied)
     stored = _stored_tensors(files, untied)
     head, weight = (next(file.read([name]))[1] for file, name in (stored[head_weight], stored[embedding]))
     if torch.equal(head.to(weight.dtype), weight):
@@ -68,6 +69,11 @@ def open_model(
         head_weight,
     )
     return untied, files
+
+
+def _open_files(checkpoint: Checkpoint, model: CausalLM) -> list[WeightFile]:
+    expected = expected_tensors(model)
+    return split_experts(checkpoint.open_weights(expected), expected, model.layout.joined_experts)
 
 
 def _with_head_as_embedding(file: WeightFile, model: CausalLM) -> WeightFile:

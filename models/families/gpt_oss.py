@@ -27,7 +27,7 @@ from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.rotary import Angles, read_rotary_config
-from models.layout import ModelLayout
+from models.layout import JoinedExperts, ModelLayout
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,11 @@ class MoE(Module):
 
 class GptOss(DecoderLM):
     # (up + 1) and the clamps do not commute with factors of up_proj's outputs
-    layout = ModelLayout(scale_fold_targets={"o_proj": "v_proj"}, replicated=("router",))
+    layout = ModelLayout(
+        scale_fold_targets={"o_proj": "v_proj"},
+        replicated=("router",),
+        joined_experts=JoinedExperts(inputs_first=True, alternates=True),
+    )
     float32_tensors = ("self_attn.sinks",)
 
     def __init__(self, c: GptOssConfig) -> None:

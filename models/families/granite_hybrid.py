@@ -10,7 +10,7 @@ from models.config import ConfigReader
 from models.decoder import RecurrentConfig, read_decoder_config
 from models.families import granite
 from models.families.granite import GraniteLM, Multipliers, read_multipliers
-from models.families.granite_mixture import GraniteMixture
+from models.families.granite_mixture import JOINED, GraniteMixture
 from models.layers.layer_types import LINEAR, agreed_types, check_layer_types, renamed_types
 from models.layers.mamba2 import Mamba2, Mamba2Config, read_mamba2
 from models.layers.mlp import FusedMLP
@@ -101,6 +101,7 @@ class GraniteHybrid(GraniteLM):
         row_parallel=("o_proj", "out_proj", "output_linear", "down_proj"),
         replicated=("layer",),
         units={**HEADS, "input_linear": (Unit.CHANNEL, Unit.CHANNEL)},
+        joined_experts=JOINED,
     )
     float32_tensors = ("A_log", "dt_bias", "mamba.D")
 

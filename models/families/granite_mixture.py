@@ -14,6 +14,9 @@ from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.named_parts import NamedParts
+from models.layout import JoinedExperts
+
+JOINED = JoinedExperts("input_linear.weight", "output_linear.weight", inputs_first=False)
 
 
 class Router(NamedParts):

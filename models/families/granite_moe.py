@@ -9,7 +9,7 @@ from models.config import ConfigReader
 from models.families import granite
 from models.families.granite import Attention, GraniteLM
 from models.families.granite_hybrid import SharedMLP
-from models.families.granite_mixture import GraniteMixture
+from models.families.granite_mixture import JOINED, GraniteMixture
 from models.layers.rotary import RotaryEmbedding
 from models.layout import HEADS, ModelLayout, Unit
 
@@ -50,7 +50,7 @@ class DecoderLayer(granite.DecoderLayer):
 
 
 class GraniteMoe(GraniteLM):
-    layout = ModelLayout(replicated=("layer",))
+    layout = ModelLayout(replicated=("layer",), joined_experts=JOINED)
 
     def __init__(self, c: GraniteMoeConfig) -> None:
         layers = (DecoderLayer(c) for _ in range(c.num_hidden_layers))

@@ -26,7 +26,7 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layout import ModelLayout
+from models.layout import JoinedExperts, ModelLayout
 
 CHUNKED = "chunked_attention"
 
@@ -144,7 +144,7 @@ class Layer(DecoderLayer):
 
 
 class Llama4(PreNormLM):
-    layout = ModelLayout(replicated=("router",))
+    layout = ModelLayout(replicated=("router",), joined_experts=JoinedExperts(inputs_first=True))
 
     def __init__(self, c: Llama4Config) -> None:
         def feed_forward(is_mixture: bool) -> nn.Module:

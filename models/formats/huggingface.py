@@ -16,7 +16,6 @@ from conf.support.signals import interrupts_waiting
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import dense_config, dense_files
-from models.formats.joined_experts import split_experts
 from models.formats.mxfp4 import packed_config
 from models.formats.renamed import renamed
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
@@ -62,8 +61,7 @@ def checkpoint_of(
 
     def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
         files = open_files()
-        files = split_experts(text_files(files) if is_multimodal else files, expected)
-        return [_with_dense_names(file, expected) for file in files]
+        return [_with_dense_names(file, expected) for file in (text_files(files) if is_multimodal else files)]
 
     model_config = text_config(config.values, str(path / CONFIG)) if is_multimodal else config
     return Checkpoint(path, model_config, generation_config, open_weights, tokenizer)

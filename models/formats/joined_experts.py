@@ -1,10 +1,12 @@
 """Split the tensors of a checkpoint that join all experts of a layer into tensors of each expert.
 
-N experts, E hidden channels, F channels of an expert.
+A family declares their form (`JoinedExperts`). N experts; O outputs and I inputs of an expert in a tensor.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -12,26 +14,11 @@ from torch import Tensor
 from conf.errors import UserError
 from models.formats.base import ExpectedTensors, RangedFile, WeightFile
 from models.formats.mxfp4 import BLOCK
+from models.layout import JoinedExperts
 from models.sharding import Shard
 
-JOINED = (
-    (".experts.gate_up_proj", ".experts.down_proj"),
-    (".input_linear.weight", ".output_linear.weight"),  # Granite
-)
-"""Name suffixes of [N, 2F, E], with gate rows before up rows, and of [N, E, F].
-
-Some files on the hub store the inputs first: [N, E, 2F] and [N, F, E].
-"""
-
-GPT_OSS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parts of gpt-oss's experts, whose outputs alternate.
-
-Its tensors are `gate_up_proj` [N, E, 2F] and `down_proj` [N, F, E], or both in MXFP4: `_blocks` uint8
-[N, 2F, E / 32, 16], two numbers per byte, the first in the low bits, and `_scales` uint8 [N, 2F, E / 32]. `_bias` is
-[N, 2F] and [N, E].
-"""
-
 Shape = tuple[int, ...]
+FIRST_GATE = ".experts.0.gate_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -81,17 +68,21 @@ class SplitFile:
         return rows.clone(memory_format=torch.contiguous_format).view(part.shape)
 
 
-def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
+def split_experts(files: list[WeightFile], expected: ExpectedTensors, form: JoinedExperts) -> list[WeightFile]:
     """Return the files with the tensors that a model `expected`. Tensors of other shapes do not change.
 
     Raises UserError if a file with joined experts cannot read parts of a tensor.
     """
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
-    return [_split(file, shapes, expected) for file in files]
+    layers = {name.removesuffix(FIRST_GATE): gate.shape for name, gate in expected.items() if name.endswith(FIRST_GATE)}
+    parts = {name: part for layer, gate in layers.items() for name, part in _parts_of(layer, gate, shapes, form)}
+    return [
+        _split(file, shapes, {name: part for name, part in parts.items() if part.joined in file.shapes})
+        for file in files
+    ]
 
 
-def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors) -> WeightFile:
-    parts = {name: part for joined in file.shapes for name, part in _parts_of(joined, shapes, expected)}
+def _split(file: WeightFile, shapes: Mapping[str, Shape], parts: dict[str, _Part]) -> WeightFile:
     if not parts:
         return file
     if duplicate := next((name for name in parts if name in shapes), None):
@@ -105,64 +96,47 @@ def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors
     return SplitFile(file, parts)
 
 
-def _parts_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Part]]:
-    """Yield the names and parts of a tensor; nothing if it does not hold experts."""
-    prefix = name.rpartition(".experts.")[0]
-    if f"{prefix}.experts.0.gate_proj.bias" in expected:
-        yield from _gpt_oss_parts(name, prefix, shapes, expected)
-    else:
-        yield from _matrices_of(name, shapes, expected)
-
-
-def _gpt_oss_parts(
-    name: str, prefix: str, shapes: dict[str, Shape], expected: ExpectedTensors
-) -> Iterator[tuple[str, _Part]]:
-    channels, hidden = expected[f"{prefix}.experts.0.gate_proj.weight"].shape
-    sizes = {"gate_up_proj": (2 * channels, hidden), "down_proj": (hidden, channels)}
-    for joined, layers in GPT_OSS.items():
-        outputs, inputs = sizes[joined]
-        stem, blocks = f"{prefix}.experts.{joined}", (outputs, inputs // BLOCK)
-        forms = {  # by name: the tensor's shape without experts, the part, its shape without outputs, whether it is transposed
-            stem: ((inputs, outputs), "weight", (inputs,), True),
-            f"{stem}_bias": ((outputs,), "bias", (), False),
-            f"{stem}_blocks": ((*blocks, BLOCK // 2), "weight_packed", (inputs // 2,), False),
-            f"{stem}_scales": (blocks, "weight_scale", blocks[1:], False),
-        }
-        if name not in forms or shapes[name][1:] != forms[name][0]:
-            continue
-        _, part, inner, is_transposed = forms[name]
-        for expert in range(shapes[name][0]):
-            for number, layer in enumerate(layers):
-                rows = slice(number, None, len(layers))
-                yield (
-                    f"{prefix}.experts.{expert}.{layer}.{part}",
-                    _Part(name, expert, rows, (outputs // len(layers), *inner), is_transposed),
-                )
-
-
-def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Part]]:
-    suffixes = next((pair for pair in JOINED if name.endswith(pair)), ("", ""))
-    prefix = name.removesuffix(suffixes[0]).removesuffix(suffixes[1])
-    gate = expected.get(f"{prefix}.experts.0.gate_proj.weight")
-    if gate is None or prefix == name:
+def _parts_of(layer: str, gate: Shape, shapes: Mapping[str, Shape], form: JoinedExperts) -> Iterator[tuple[str, _Part]]:
+    """Yield the names and parts of a layer's experts. `gate`: the shape of one gate_proj."""
+    channels, hidden = gate
+    sizes = {f"{layer}.{form.gate_up}": (2 * channels, hidden), f"{layer}.{form.down}": (hidden, channels)}
+    inputs_first = _has_inputs_first(sizes, shapes) if form.inputs_first is None else form.inputs_first
+    if inputs_first is None:
         return
-    channels, hidden = gate.shape
-    output_first = dict(
-        zip((f"{prefix}{suffix}" for suffix in suffixes), ((2 * channels, hidden), (hidden, channels)), strict=True)
-    )
-    # A square shape does not show the order of axes. At most one of the two shapes is square.
-    orders = {
-        shapes[joined_name][1:] == size[::-1]
-        for joined_name, size in output_first.items()
-        if joined_name in shapes and size[0] != size[1]
+    for (name, (outputs, inputs)), modules in zip(
+        sizes.items(), (("gate_proj", "up_proj"), ("down_proj",)), strict=True
+    ):
+        size = outputs // len(modules)
+        for ending, (kind, of_output) in _tensors_of(inputs).items():
+            is_transposed, shape = inputs_first and not ending, (outputs, *of_output)
+            if shapes.get(name + ending, ())[1:] != (shape[::-1] if is_transposed else shape):
+                continue
+            flat = (size, math.prod(of_output)) if of_output else (size,)
+            for expert, (number, module) in product(range(shapes[name + ending][0]), enumerate(modules)):
+                halves = slice(number * size, (number + 1) * size)
+                rows = slice(number, None, len(modules)) if form.alternates else halves
+                part = _Part(name + ending, expert, rows, flat, is_transposed)
+                yield f"{layer}.experts.{expert}.{module}.{kind}", part
+
+
+def _tensors_of(inputs: int) -> dict[str, tuple[str, Shape]]:
+    """Return the names of an expert's tensors and the shapes of an output, by the end of the joined tensor's name.
+
+    MXFP4 has blocks uint8, two numbers per byte, the first in the low bits, and scales uint8.
+    """
+    groups = inputs // BLOCK
+    return {
+        "": ("weight", (inputs,)),
+        "_bias": ("bias", ()),
+        "_blocks": ("weight_packed", (groups, BLOCK // 2)),
+        "_scales": ("weight_scale", (groups,)),
     }
-    is_transposed = orders == {True}
-    if len(orders) > 1 or shapes[name][1:] != (output_first[name][::-1] if is_transposed else output_first[name]):
-        return
-    layers = {"down_proj": (0, (hidden, channels))}
-    if name.endswith(suffixes[0]):
-        layers = {"gate_proj": (0, (channels, hidden)), "up_proj": (channels, (channels, hidden))}
-    for expert in range(shapes[name][0]):
-        for layer, (first, shape) in layers.items():
-            rows = slice(first, first + shape[0])
-            yield f"{prefix}.experts.{expert}.{layer}.weight", _Part(name, expert, rows, shape, is_transposed)
+
+
+def _has_inputs_first(sizes: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> bool | None:
+    """Return the order of axes that `shapes` show, by the sizes [O, I]. None: they contradict each other.
+
+    A square shape shows no order. At most one of the two shapes is square.
+    """
+    orders = {shapes[name][1:] == size[::-1] for name, size in sizes.items() if name in shapes and size[0] != size[1]}
+    return None if len(orders) > 1 else True in orders

@@ -127,7 +127,10 @@ EXPERTS = {
         },
         variants=[
             {},
-            {"layer_types": [FULL, SLIDING], "num_experts_per_tok": 6, "tie_word_embeddings": True},
+            {
+                **{"layer_types": [FULL, SLIDING], "num_experts_per_tok": 6, "tie_word_embeddings": True},
+                "intermediate_size": 64,  # down_proj is square, as in the published models
+            },
             {"attention_bias": False, "swiglu_limit": 0.1, "swiglu_alpha": 1.2, "num_key_value_heads": 1},
         ],
         read=[({"initial_context_length": 4096, "experts_per_token": 2}, {"swiglu_limit": 7.0})],

@@ -200,6 +200,18 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         ),
         (
             "nvfp4",
+            "weight_scale",
+            torch.full((128, 8), 255, dtype=torch.uint8).view(torch.float8_e4m3fn),
+            f"{UP}: weight_scale has values",
+        ),
+        (
+            "nvfp4",
+            "weight_scale",
+            torch.ones(128, 4).to(torch.float8_e4m3fn),
+            rf"{UP}.weight_scale \[128, 4\], expected \[128, 8\]",
+        ),
+        (
+            "nvfp4",
             "weight_global_scale",
             torch.zeros(1),
             f"{UP}: weight_global_scale has values that are not finite numbers",

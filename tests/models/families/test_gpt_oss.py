@@ -57,9 +57,18 @@ def test_damaged_mxfp4_is_named(tmp_path: Path) -> None:
         UserError, match=r"layers\.1\.mlp\.experts\.2\.down_proj: weight_scale has values that are not num"
     ):
         engine_of(tmp_path)
-    save_file(tensors | {name: tensors[name][:, :, :2].contiguous()}, file)
-    with pytest.raises(UserError, match=r"unexpected: .*layers\.1\.mlp\.experts\.down_proj_(blocks|scales)"):
-        engine_of(tmp_path)
+    tensors[name][2, 5, 1] = 120
+    sinks = "model.layers.1.self_attn.sinks"
+    for changed, message in (
+        (
+            {name: tensors[name][:, :, :2].contiguous()},
+            r"unexpected: .*layers\.1\.mlp\.experts\.down_proj_(blocks|scales)",
+        ),
+        ({sinks: tensors[sinks][:3].clone()}, r"layers\.1\.self_attn\.sinks \[3\], expected \[4\]"),
+    ):
+        save_file(tensors | changed, file)
+        with pytest.raises(UserError, match=message):
+            engine_of(tmp_path)
     set_quantization(tmp_path, quant_method="mxfp4", block=16)
     with pytest.raises(UserError, match="quantization_config: block is not known for quant_method='mxfp4'"):
         engine_of(tmp_path)

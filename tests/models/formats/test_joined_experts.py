@@ -14,6 +14,7 @@ from conf.errors import UserError
 from models.formats.wrapper import text_config
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
+from tests.helpers.catalog import ROWS
 from tests.helpers.conversion import SHARDED, convert, tensors_in
 from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
 from tests.helpers.oracle import random_prompts, write_random
@@ -106,6 +107,15 @@ def test_damaged_experts_are_named(changed: Callable[[str, Tensor], Tensor], mes
     write_random(tmp_path, reference_of("qwen3_vl_moe"))
     change_experts(tmp_path, changed)
     with pytest.raises(UserError, match=message):
+        engine_of(tmp_path)
+
+
+@each("family", ["gpt_oss", "llama4_text"])
+def test_another_order_than_the_family_declares_is_refused(family: str, tmp_path: Path) -> None:
+    row = ROWS[family]
+    row.write(tmp_path, **row.variants[0])
+    change_experts(tmp_path, lambda name, x: x if name.endswith("bias") else x.mT)
+    with pytest.raises(UserError, match=r"unexpected: model\.layers\.\d\.\w+\.experts\.down_proj"):
         engine_of(tmp_path)
 
 
