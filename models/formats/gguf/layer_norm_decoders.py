@@ -21,6 +21,7 @@ NEMOTRON = TensorLayout(
     norm_offset=1.0,
     plain_norms=(".bias",),
 )
+STABLELM = replace(LLAMA, in_head={f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms" for part in "qk"})
 COHERE = replace(LLAMA, in_layer={"attn_norm": "input_layernorm", **ATTENTION, **HEAD_NORMS, **MLP})
 PHI2 = TensorLayout(
     {**OUTSIDE_LAYERS, "output_norm": "model.final_layernorm"},
@@ -74,10 +75,13 @@ def _nemotron(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _stablelm(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of StableLM. As in llama.cpp, a layer with one norm is parallel, whatever the file's key says."""
+    file.read.raw("use_parallel_residual")  # the converter writes true for the first models, whose config lacks it
     return _shape(file, "layer_norm_eps") | {
         "model_type": "stablelm",
         "use_qkv_bias": has_bias(file, "attn_q"),
-        "use_parallel_residual": file.read.get("use_parallel_residual", bool, False),
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
     }
 
 
@@ -143,7 +147,8 @@ LAYOUTS = {
     "nemotron": NEMOTRON,
     "cohere": COHERE,
     "cohere2": COHERE,
-    **dict.fromkeys(("stablelm", "olmo"), LLAMA),
+    "stablelm": STABLELM,
+    "olmo": LLAMA,
     "phi": PHI2,
     "gpt_neox": GPT_NEOX,
 }

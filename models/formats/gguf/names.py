@@ -29,6 +29,8 @@ class TensorLayout:
     joined_in_expert: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules of an expert whose rows one tensor of the file has, in this order."""
     experts: str = "mlp.experts"
+    in_head: Mapping[str, str] = field(default_factory=dict)
+    """Lists of modules, one for each head, whose vectors are the rows of one tensor of the file."""
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
     depthwise: tuple[str, ...] = ()
@@ -71,6 +73,13 @@ class TensorLayout:
             return None
         modules = self.joined_in_expert.get(match[2]) or (self.in_expert[match[2]],)
         return [self._expert_name(match[1], i, module, match[3]) for i in range(count) for module in modules]
+
+    def head_names(self, name: str, count: int) -> list[str] | None:
+        """Return the names of the vectors that a tensor [count, ...] of `in_head` holds; None for other tensors."""
+        match = LAYER_NAME.fullmatch(name)
+        if match is None or match[2] not in self.in_head:
+            return None
+        return [f"{self.layers}.{match[1]}.{self.in_head[match[2]]}.{i}.{match[3]}" for i in range(count)]
 
     def llama_cpp_names(self, name: str) -> list[str]:
         """Return llama.cpp's names of the tensors that hold a parameter: several for a `stacked` module.

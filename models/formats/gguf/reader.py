@@ -209,9 +209,12 @@ def _decay_log(name: str, stored: Tensor) -> Tensor:
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
-    """Return the Hugging Face tensors that this tensor holds: the tensor itself, or the tensors of each expert."""
-    is_joined = len(tensor.shape) == (2 if name.endswith("_exps.bias") else 3)
-    experts = layout.expert_names(name, tensor.shape[0]) if is_joined else None
-    if experts is None or len(experts) % tensor.shape[0] or tensor.shape[1] * tensor.shape[0] % len(experts):
+    """Return the Hugging Face tensors that this tensor holds: itself, or the tensors of each expert or head."""
+    parts = None
+    if len(tensor.shape) == (2 if name.endswith("_exps.bias") else 3):
+        parts = layout.expert_names(name, tensor.shape[0])
+    elif len(tensor.shape) == 2:
+        parts = layout.head_names(name, tensor.shape[0])
+    if parts is None or len(parts) % tensor.shape[0] or tensor.shape[1] * tensor.shape[0] % len(parts):
         return {layout.hugging_face_name(name): tensor}
-    return {hf_name: of_expert(tensor, i, len(experts)) for i, hf_name in enumerate(experts)}
+    return {hf_name: of_expert(tensor, i, len(parts)) for i, hf_name in enumerate(parts)}

@@ -62,7 +62,8 @@ WRITTEN = {
     "starcoder": ("gpt_bigcode", 0),
 }
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
-READ_ONLY = {
+HALF_TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "apertus": ("apertus", 0),
     "arcee": ("arcee", 1),
     "cohere": ("cohere", 0),
@@ -85,6 +86,8 @@ READ_ONLY = {
     "qwen2 mixture": ("qwen2_moe", 0),
     "phi 2": ("phi", 1),
     "stablelm": ("stablelm", 1),
+    "stablelm head norms": ("stablelm", {"qk_layernorm": True, "rope_parameters": HALF_TURNS}),
+    "stablelm parallel": ("stablelm", 2),
     "starcoder 2": ("starcoder2", 2),
     "smollm3": ("smollm3", 2),
     "seed-oss": ("seed_oss", 1),
@@ -106,6 +109,7 @@ READ_ONLY = {
     "nemotron mixture": ("nemotron_h", 1),
     "gpt-oss": ("gpt_oss", 0),
 }
+"""Family, and number of the variant or settings that the family's variants lack."""
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
     "mpt": {"architectures": ["MPTForCausalLM"]},
@@ -239,8 +243,9 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             folder.mkdir()
             family, variant = (WRITTEN | READ_ONLY)[name]
             row = (HYBRID | ROWS)[family]
-            references[name] = row.write(folder, **row.variants[variant])
-            in_hub_file = as_published(family, row.variants[variant])
+            settings = row.variants[variant] if isinstance(variant, int) else variant
+            references[name] = row.write(folder, **settings)
+            in_hub_file = as_published(family, settings)
             if family == "kimi_linear":
                 rename_dense_layers(folder / "model.safetensors")
             if family == "glm4_moe":
@@ -248,8 +253,8 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none
-            settings = {**BASE, **config, **windows}
-            references[name] = write_random(folder, model_class(model_class.config_class(**settings)))
+            in_config = {**BASE, **config, **windows}
+            references[name] = write_random(folder, model_class(model_class.config_class(**in_config)))
         config_json = json.loads((folder / "config.json").read_text())
         more = next((keys for family, keys in OF_PUBLISHED_CONFIGS.items() if name.startswith(family)), {})
         (folder / "config.json").write_text(json.dumps(config_json | more | in_hub_file))
