@@ -11,10 +11,17 @@ import torch
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives
-from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.decoder_config import (
+    SIGMOID,
+    SOFTMAX,
+    WINDOW_PATTERN,
+    decoder_shape,
+    has_bias,
+    rotary_decoder,
+)
 from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
-from models.formats.gguf.llama_relatives import TEMPERATURE, WINDOW_PATTERN, ministral3
+from models.formats.gguf.llama_relatives import TEMPERATURE, ministral3
 from models.formats.gguf.recurrent_config import (
     KEY_HEADS,
     NEMOTRON_ARRAYS,
@@ -423,7 +430,7 @@ ARRAYS = {
     **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
     "gemma4": GEMMA4_ARRAYS,
-    **dict.fromkeys(("exaone4", "olmo2"), (WINDOW_PATTERN,)),
+    **dict.fromkeys(("exaone4", "exaone-moe", "olmo2"), (WINDOW_PATTERN,)),
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
 }
 """The keys that may have arrays, by architecture. The sections of the rotary embedding have no effect on text."""

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from models.families.gemma2 import FULL, SLIDING
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.rotary import rope_scaling
 
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 
 def has_bias(file: GGUFMetadata, module: str) -> bool:
@@ -43,3 +45,11 @@ def rotary_decoder(file: GGUFMetadata) -> dict[str, Any]:
     file.read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
     file.read.expect("rope.scaling.yarn_log_multiplier", (None, 0.0), None)
     return shape | {"rope_scaling": rope_scaling(file, shape["head_dim"])}
+
+
+def layer_types(file: GGUFMetadata, architecture: str, num_layers: int) -> list[str] | None:
+    """Return the type of each layer. None: the file has no pattern."""
+    key = f"{architecture}.{WINDOW_PATTERN}"
+    if key not in file.header.arrays:
+        return None
+    return [SLIDING if slides else FULL for slides in file.header.numbers(key, "b", num_layers)]

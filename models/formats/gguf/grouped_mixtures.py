@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from models.formats.gguf.decoder_config import SIGMOID, decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.decoder_config import SIGMOID, WINDOW, decoder_shape, has_bias, layer_types, rotary_decoder
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import ATTENTION, DEEPSEEK, HEAD_NORMS, TensorLayout
 from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
@@ -15,6 +15,7 @@ from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rota
 DOTS1 = replace(DEEPSEEK, in_layer={**DEEPSEEK.in_layer, **ATTENTION, **HEAD_NORMS})
 GLM4_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "post_attention_norm": "post_attention_layernorm"})
 ERNIE_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"})
+EXAONE_MOE = replace(DOTS1, in_layer={**DOTS1.in_layer, "exp_probs_b.bias": "mlp.e_score_correction_bias"})
 AFMOE = replace(
     DOTS1,
     in_layer={
@@ -101,11 +102,36 @@ def _afmoe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _exaone_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of K-EXAONE. Its layers for multi-token prediction are the file's last ones, and are not used."""
+    shape, read = rotary_decoder(file), file.read
+    shape["num_hidden_layers"] -= read.get("nextn_predict_layers", int, 0)
+    read.expect("expert_gating_func", (SIGMOID,), None)
+    inner_size, num_shared = read.count("expert_feed_forward_length"), read.count("expert_shared_count")
+    read.expect("expert_shared_feed_forward_length", (num_shared * inner_size, None), None)
+    return shape | {
+        "model_type": "exaone_moe",
+        "sliding_window": read.count(WINDOW, 128),
+        "sliding_window_pattern": 4,
+        "layer_types": layer_types(file, "exaone-moe", shape["num_hidden_layers"]),
+        "num_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "num_shared_experts": num_shared,
+        "moe_intermediate_size": inner_size,
+        "first_k_dense_replace": read.get("leading_dense_block_count", int, 0),
+        "n_group": read.count("expert_group_count", 1),
+        "topk_group": read.count("expert_group_used_count", 1),
+        "routed_scaling_factor": read.positive("expert_weights_scale", 1.0),
+        "norm_topk_prob": read.get("expert_weights_norm", bool, False),
+    }
+
+
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
     "dots1": _dots1,
     "ernie4_5-moe": _ernie_moe,
     "afmoe": _afmoe,
+    "exaone-moe": _exaone_moe,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""
 LAYOUTS: dict[str, TensorLayout] = {
@@ -113,5 +139,6 @@ LAYOUTS: dict[str, TensorLayout] = {
     "dots1": DOTS1,
     "ernie4_5_moe": ERNIE_MOE,
     "afmoe": AFMOE,
+    "exaone_moe": EXAONE_MOE,
 }
 """By model_type."""

@@ -9,8 +9,18 @@ from typing import Any
 
 from models.formats.gguf.decoder_config import decoder_shape, has_bias
 from models.formats.gguf.header import GGUFMetadata
-from models.formats.gguf.names import ATTENTION, HEAD_NORMS, LLAMA, MLP, OUTSIDE_LAYERS, PRE_NORMS, TensorLayout
-from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
+from models.formats.gguf.names import (
+    ATTENTION,
+    HEAD_NORMS,
+    LLAMA,
+    LONG_FACTORS,
+    MLP,
+    OUTSIDE_LAYERS,
+    PRE_NORMS,
+    SHORT_FACTORS,
+    TensorLayout,
+)
+from models.formats.gguf.rotary import longrope, partial_rotary_factor, rope_scaling, rotary_channels
 
 EPSILON = "attention.layer_norm_epsilon"
 
@@ -117,6 +127,30 @@ def _phi2(file: GGUFMetadata) -> dict[str, Any]:
     return shape | {"model_type": "phi", "intermediate_size": inner.shape[0] if inner else shape["intermediate_size"]}
 
 
+def _phimoe(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Phi-3.5-MoE. A file has one factor of cos and sin for short and long texts.
+
+    llama.cpp computes RMSNorms and softmax weights. The keys mean the model's own LayerNorms and SparseMixer.
+    """
+    shape, read = decoder_shape(file), file.read
+    read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
+    read.expect("rope.scaling.type", ("none", "longrope", None), None)
+    original = read.count("rope.scaling.original_context_length", shape["max_position_embeddings"])
+    scaling, window = longrope(file), read.get("attention.sliding_window", int, 0)
+    if scaling:
+        factor = scaling.pop("attention_factor")
+        scaling |= {"short_mscale": factor, "long_mscale": factor, "original_max_position_embeddings": original}
+    return shape | {
+        "model_type": "phimoe",
+        "attention_bias": has_bias(file, "attn_q"),
+        "lm_head_bias": "output.bias" in file.tensors,
+        "num_local_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "sliding_window": read.count("attention.sliding_window") if window else None,
+        "rope_scaling": scaling,
+    }
+
+
 def _gpt_neox(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of GPT-NeoX. The converter writes no base of the rotary frequencies."""
     shape = _shape(file, "layer_norm_eps")
@@ -139,6 +173,7 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "cohere2": _cohere2,
     "olmo": _olmo,
     "phi2": _phi2,
+    "phimoe": _phimoe,
     "gptneox": _gpt_neox,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""
@@ -150,6 +185,7 @@ LAYOUTS = {
     "stablelm": STABLELM,
     "olmo": LLAMA,
     "phi": PHI2,
+    "phimoe": replace(LLAMA, settings=(SHORT_FACTORS, LONG_FACTORS)),
     "gpt_neox": GPT_NEOX,
 }
 """By model_type."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from models.formats.gguf.decoder_config import decoder_shape, has_bias, rotary_decoder
+from models.formats.gguf.decoder_config import WINDOW, decoder_shape, has_bias, layer_types, rotary_decoder
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import (
     ATTENTION,
@@ -22,9 +22,7 @@ from models.formats.gguf.names import (
 )
 from models.formats.gguf.rotary import rope_scaling
 
-WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TEMPERATURE = "attention.temperature_scale"
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 NORMS_AFTER = TensorLayout(
     OUTSIDE_LAYERS,
@@ -114,17 +112,9 @@ def _gemma(file: GGUFMetadata) -> dict[str, Any]:
     return rotary_decoder(file) | {"model_type": "gemma", "attention_bias": has_bias(file, "attn_q")}
 
 
-def _layer_types(file: GGUFMetadata, architecture: str) -> list[str] | None:
-    """Return the type of each layer. None: the file has no pattern."""
-    key = f"{architecture}.{WINDOW_PATTERN}"
-    if key not in file.header.arrays:
-        return None
-    slides = file.header.numbers(key, "b", file.read.count("block_count"))
-    return [SLIDING if layer else FULL for layer in slides]
-
-
 def _exaone4(file: GGUFMetadata) -> dict[str, Any]:
-    shape, types = rotary_decoder(file), _layer_types(file, "exaone4")
+    shape = rotary_decoder(file)
+    types = layer_types(file, "exaone4", shape["num_hidden_layers"])
     if file.read.raw(WINDOW) is None:
         return shape | {"model_type": "exaone4", "sliding_window": None}
     windows = {"sliding_window": file.read.count(WINDOW), "layer_types": types}
@@ -133,7 +123,8 @@ def _exaone4(file: GGUFMetadata) -> dict[str, Any]:
 
 def _olmo2(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of OLMo 2, or of OLMo 3, which has windows."""
-    shape, types = rotary_decoder(file), _layer_types(file, "olmo2")
+    shape = rotary_decoder(file)
+    types = layer_types(file, "olmo2", shape["num_hidden_layers"])
     shape |= {"attention_bias": has_bias(file, "attn_q")}
     if file.read.raw(WINDOW) is None:
         return shape | {"model_type": "olmo2"}

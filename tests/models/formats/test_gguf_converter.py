@@ -2,6 +2,7 @@
 own libraries."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from models.formats.gguf.recurrent_config import OF_HYBRIDS
 from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import ROWS, link
+from tests.helpers.expert_families import LONG
 from tests.helpers.family import FULL, SLIDING
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
@@ -63,6 +65,16 @@ WRITTEN = {
 }
 """Family and number of the variant of files that this project writes too. Qwen's have attention in every fourth layer."""
 HALF_TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+IMPLIED_FACTOR = math.sqrt(1 + math.log(240 / 60) / math.log(60))
+# transformers uses Phi-3.5-MoE's short divisors for every length, so both are equal
+PHIMOE: dict[str, Any] = {
+    **{"router_jitter_noise": 0.01, "num_local_experts": 9},
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60},
+        **{"short_factor": LONG, "long_factor": LONG, "short_mscale": IMPLIED_FACTOR, "long_mscale": IMPLIED_FACTOR},
+    },
+}
+UNSCALED = {"rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 240}
 READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "apertus": ("apertus", 0),
     "arcee": ("arcee", 1),
@@ -85,6 +97,11 @@ READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "olmoe": ("olmoe", 0),
     "qwen2 mixture": ("qwen2_moe", 0),
     "phi 2": ("phi", 1),
+    "phimoe": ("phimoe", PHIMOE),
+    "phimoe biases": (
+        "phimoe",
+        PHIMOE | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 7, "rope_parameters": UNSCALED},
+    ),
     "stablelm": ("stablelm", 1),
     "stablelm head norms": ("stablelm", {"qk_layernorm": True, "rope_parameters": HALF_TURNS}),
     "stablelm parallel": ("stablelm", 2),
@@ -93,6 +110,9 @@ READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "seed-oss": ("seed_oss", 1),
     "exaone 4": ("exaone4", 0),
     "exaone 4 no windows": ("exaone4", 4),
+    "exaone mixture": ("exaone_moe", 0),
+    "exaone mixture of groups": ("exaone_moe", 2),
+    "exaone mixture scaled": ("exaone_moe", 4),
     "olmo 2": ("olmo2", 0),
     "olmo 3": ("olmo3", 1),
     "hunyuan": ("hunyuan_v1_dense", 1),
@@ -120,6 +140,8 @@ OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "glm 4.7": {"first_k_dense_replace": 1},
     "glm": {"layernorm_epsilon": 1.5625e-7, "seq_length": 240},
     "cohere 2": {"rotary_pct": 1.0},
+    "exaone mixture": {"scoring_func": "sigmoid"},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "dots": {"scoring_func": "sigmoid"},
     "afmoe": {"route_norm": True},
     "hunyuan mixture": {"moe_topk": [1, 1], "moe_intermediate_size": [40, 40], "num_shared_expert": [1, 1]},
@@ -202,7 +224,7 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         return sizes | settings | {"model_type": "published"}
     if family == "gpt_neox":
         return {"model_type": "published", "rotary_pct": 0.25}
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "exaone_moe"):
         return {"num_nextn_predict_layers": 1}
     if family == "granitemoehybrid":
         return {"num_experts_per_tok": 0, **settings}
@@ -219,16 +241,20 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def add_prediction_layer(file: Path, layer: int) -> None:
-    """Add a layer for multi-token prediction, which transformers does not write, after the last one."""
-    tensors, last = load_file(file), f"model.layers.{layer - 1}."
-    of_last = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
-    norm = of_last["input_layernorm.weight"]
-    added = of_last | {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
-    added["eh_proj.weight"] = torch.cat((norm, norm)).expand(len(norm), -1)
-    save_file(
-        tensors | {f"model.layers.{layer}.{name}": t.clone() for name, t in added.items()}, file, {"format": "pt"}
-    )
+def add_prediction_layer(file: Path, family: str, num_layers: int) -> None:
+    """Add a layer for multi-token prediction, which transformers does not write, with the tensors of another layer."""
+    tensors = load_file(file)
+    if family == "exaone_moe":  # a dense layer
+        source, target, outside = "model.layers.0.", "mtp.layers.0.", "mtp."
+        parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    else:
+        source, target = (f"model.layers.{i}." for i in (num_layers - 1, num_layers))
+        outside, parts = target, ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    norm = tensors[f"{source}input_layernorm.weight"]
+    added = {f"{target}{name.removeprefix(source)}": t for name, t in tensors.items() if name.startswith(source)}
+    projection, *norms = (f"{outside}{part}.weight" for part in parts)
+    added |= {projection: torch.cat((norm, norm)).expand(len(norm), -1), **dict.fromkeys(norms, norm)}
+    save_file(tensors | {name: t.clone() for name, t in added.items()}, file, {"format": "pt"})
 
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
@@ -248,8 +274,8 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             in_hub_file = as_published(family, settings)
             if family == "kimi_linear":
                 rename_dense_layers(folder / "model.safetensors")
-            if family == "glm4_moe":
-                add_prediction_layer(folder / "model.safetensors", references[name].config.num_hidden_layers)
+            if in_hub_file.get("num_nextn_predict_layers"):
+                add_prediction_layer(folder / "model.safetensors", family, references[name].config.num_hidden_layers)
         else:
             model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none
