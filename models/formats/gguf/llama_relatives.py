@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from models.formats.gguf.decoder_config import WINDOW, decoder_shape, has_bias, layer_types, rotary_decoder
+from models.formats.gguf.decoder_config import (
+    WINDOW,
+    WINDOW_PATTERN,
+    decoder_shape,
+    has_bias,
+    layer_types,
+    rotary_decoder,
+)
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import (
     ATTENTION,
@@ -23,6 +30,7 @@ from models.formats.gguf.names import (
 from models.formats.gguf.rotary import rope_scaling
 
 TEMPERATURE = "attention.temperature_scale"
+LLAMA4_CHUNK = 8192
 
 NORMS_AFTER = TensorLayout(
     OUTSIDE_LAYERS,
@@ -53,6 +61,17 @@ QWEN2_MOE = replace(
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         **{f"{name}_shexp": f"mlp.shared_expert.{hf_name}" for name, hf_name in GATED_MLP.items()},
     },
+)
+LLAMA4 = TensorLayout(
+    OUTSIDE_LAYERS,
+    {
+        **{**PRE_NORMS, **ATTENTION},
+        **{name: f"feed_forward.{hf_name}" for name, hf_name in GATED_MLP.items()},
+        "ffn_gate_inp": "feed_forward.router",
+        **{f"{name}_shexp": f"feed_forward.shared_expert.{hf_name}" for name, hf_name in GATED_MLP.items()},
+    },
+    in_expert=GATED_MLP,
+    experts="feed_forward.experts",
 )
 ARCEE = replace(
     LLAMA, in_layer={**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}}
@@ -147,6 +166,31 @@ def _hunyuan_moe(file: GGUFMetadata) -> dict[str, Any]:
     return shape | {"model_type": "hunyuan_v1_moe"} | experts
 
 
+def _llama4(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Llama 4. Its chunks, its query factors and its layers without rotation are llama.cpp's.
+
+    As in llama.cpp, models with 128 experts (Maverick) have no norms of heads.
+    """
+    shape, read = rotary_decoder(file), file.read
+    read.expect(WINDOW, (None, LLAMA4_CHUNK), None)
+    read.expect(WINDOW_PATTERN, (None, 4), None)
+    num_experts = read.count("expert_count")
+    return shape | {
+        "model_type": "llama4_text",
+        "attention_bias": has_bias(file, "attn_q"),
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "floor_scale": LLAMA4_CHUNK,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": num_experts != 128,
+        "interleave_moe_layer_step": read.count("interleave_moe_layer_step"),
+        "intermediate_size_mlp": shape["intermediate_size"],
+        "intermediate_size": read.count("expert_feed_forward_length"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": read.count("expert_used_count"),
+    }
+
+
 def ministral3(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of Ministral 3, whose queries grow with their position."""
     shape, read = decoder_shape(file), file.read
@@ -164,6 +208,7 @@ def ministral3(file: GGUFMetadata) -> dict[str, Any]:
 
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "arcee": _arcee,
+    "llama4": _llama4,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "exaone4": _exaone4,
@@ -178,6 +223,7 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
 """The function that returns the config's keys, by llama.cpp's architecture name."""
 LAYOUTS = {
     "arcee": ARCEE,
+    "llama4_text": LLAMA4,
     "smollm3": LLAMA,
     "ministral3": LLAMA,
     "ernie4_5": LLAMA,

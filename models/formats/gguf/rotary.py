@@ -1,6 +1,7 @@
 """Read the rotary settings of a GGUF file as config.json keys."""
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from models.formats.gguf.names import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTOR
 from models.formats.gguf.tensors import read_tensor
 from models.layers.rotary import RotaryConfig, llama3_factors
 
-LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried in order until one gives the file's factors
+# Tried in order until one gives the file's factors: Llama 3 blends frequencies, Llama 4 does not.
+LLAMA3_HIGH_FACTORS = 4.0, 1.0
+LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]
 
 
 def rotary_channels(file: GGUFMetadata, head_dim: int) -> int:
@@ -81,9 +84,9 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, rotary
     factor = float(str(np.float32(factors.max().item())))
     if bool((factors == 1).all()):
         return None
-    for original in LLAMA3_ORIGINAL_LENGTHS:
-        # A common factor of the other three parameters has no effect, so it is enough to try lengths.
-        candidate = RotaryConfig(rotary_dim, original, theta, "llama3", factor, original)
+    for high, original in product(LLAMA3_HIGH_FACTORS, LLAMA3_ORIGINAL_LENGTHS):
+        # A common factor of the length and of both frequency factors has no effect, so one low factor is enough.
+        candidate = RotaryConfig(rotary_dim, original, theta, "llama3", factor, original, 1.0, high)
         # Not bit-exact: the file's factors are float32 differences of close numbers.
         if torch.allclose(factors, llama3_factors(candidate), rtol=1e-5, atol=0):
             return {

@@ -110,7 +110,8 @@ def llama3_divisors(theta: float, head_dim: int, scaling: dict[str, float]) -> n
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     waves = 2 * np.pi / frequencies
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    with np.errstate(divide="ignore"):
+        smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
@@ -120,6 +121,8 @@ def llama3_divisors(theta: float, head_dim: int, scaling: dict[str, float]) -> n
         (10000.0, LLAMA3),
         (500000.0, LLAMA3 | {"original_max_position_embeddings": 8192}),
         (500000.0, LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}),
+        # of Llama 4: a quotient by zero is below 0 or above 1
+        (500000.0, LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}),
     ],
 )
 def test_llama3_scaling(theta: float, scaling: dict[str, Any], tmp_path: Path) -> None:

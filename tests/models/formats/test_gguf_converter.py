@@ -75,6 +75,9 @@ PHIMOE: dict[str, Any] = {
     },
 }
 UNSCALED = {"rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 240}
+STEPPED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
+STEPPED |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+LLAMA4: dict[str, Any] = {"attention_chunk_size": 8192, "floor_scale": 8192}
 READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "apertus": ("apertus", 0),
     "arcee": ("arcee", 1),
@@ -106,6 +109,14 @@ READ_ONLY: dict[str, tuple[str, int | dict[str, Any]]] = {
     "stablelm head norms": ("stablelm", {"qk_layernorm": True, "rope_parameters": HALF_TURNS}),
     "stablelm parallel": ("stablelm", 2),
     "starcoder 2": ("starcoder2", 2),
+    "llama 4": (
+        "llama4_text",
+        LLAMA4 | {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "rope_parameters": STEPPED},
+    ),
+    "llama 4 of 128 experts": (
+        "llama4_text",
+        LLAMA4 | {"num_local_experts": 128, "num_experts_per_tok": 3, "use_qk_norm": False, "attention_bias": True},
+    ),
     "smollm3": ("smollm3", 2),
     "seed-oss": ("seed_oss", 1),
     "exaone 4": ("exaone4", 0),
