@@ -179,6 +179,28 @@ def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True,
     return file
 
 
+def write_changed(source: Path, target: Path, name: str, change: Any) -> None:
+    """Write a GGUF file with another tensor or key `name`, a new key, or without it if `change` is None."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    changed_key = f"{architecture}.{name}"
+    for key, field in reader.fields.items():
+        value = change if key == changed_key else field.contents()
+        if value is not None and not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
+                key, value, field.types[-1]
+            )
+    if changed_key not in reader.fields and name not in {tensor.name for tensor in reader.tensors}:
+        writer.add_key_value(changed_key, change, gguf.GGUFValueType.get_type(change))
+    for tensor in reader.tensors:
+        if tensor.name != name:
+            writer.add_tensor(tensor.name, tensor.data)
+        elif change is not None:
+            writer.add_tensor(name, np.ascontiguousarray(change(tensor.data)))
+    finish(writer)
+
+
 def pack(*fields: Any) -> bytes:
     """Return header bytes: texts with their lengths, (format, number) pairs, and bytes unchanged."""
     import struct

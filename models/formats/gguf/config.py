@@ -10,10 +10,10 @@ import torch
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives
+from models.formats.gguf import grouped_mixtures, latent_attention, layer_norm_decoders, llama_relatives
 from models.formats.gguf.decoder_config import (
-    SIGMOID,
     SOFTMAX,
+    TEMPERATURE,
     WINDOW_PATTERN,
     decoder_shape,
     has_bias,
@@ -21,7 +21,7 @@ from models.formats.gguf.decoder_config import (
 )
 from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
-from models.formats.gguf.llama_relatives import TEMPERATURE, ministral3
+from models.formats.gguf.llama_relatives import ministral3
 from models.formats.gguf.recurrent_config import (
     KEY_HEADS,
     NEMOTRON_ARRAYS,
@@ -43,7 +43,6 @@ from models.formats.gguf.tensors import STORED
 END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
-YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
 BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
 # Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
@@ -300,76 +299,6 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of DeepSeek-V2 or V3.
-
-    V3 has sigmoid expert gating; files of GLM-4.7-Flash do not name it, but have V3's corrections. Without expert
-    groups, all experts are candidates.
-    """
-    read = file.read
-    gating = read.expect("expert_gating_func", (SOFTMAX, SIGMOID, None), None)
-    is_v3 = gating == SIGMOID or gating is None and any(".exp_probs_b." in name for name in file.tensors)
-    read.expect("attention.temperature_scale", (None, 0.0), None)
-    num_nextn = read.get("nextn_predict_layers", int, 0)
-    values = {
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "hidden_size": read.count("embedding_length"),
-        "intermediate_size": read.count("feed_forward_length"),
-        "moe_intermediate_size": read.count("expert_feed_forward_length"),
-        "num_hidden_layers": read.count("block_count") - num_nextn,  # the file counts layers for multi-token prediction
-        "num_nextn_predict_layers": num_nextn,
-        "n_routed_experts": read.count("expert_count"),
-        "num_experts_per_tok": read.count("expert_used_count"),
-        "n_shared_experts": read.count("expert_shared_count"),
-        "routed_scaling_factor": read.get("expert_weights_scale", float, 0.0) or 1.0,
-        "norm_topk_prob": read.get("expert_weights_norm", bool, False),
-        "first_k_dense_replace": read.get("leading_dense_block_count", int, 0),
-        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": read.count("context_length"),
-        "rope_theta": read.positive("rope.freq_base", 10000.0),
-    }
-    groups = {"n_group": read.count("expert_group_count", 1), "topk_group": read.count("expert_group_used_count", 1)}
-    if is_v3 or groups["n_group"] > 1:
-        values |= groups | {"topk_method": "noaux_tc" if is_v3 else "group_limited_greedy"}
-    return values | _latent_attention(file)
-
-
-def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of multi-head latent attention.
-
-    Since April 2025 key_length and value_length are lengths of the latent; separate `_mla` keys have the lengths of a
-    head.
-    """
-    read = file.read
-    keys = ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")
-    heads, rank, rotary_dim = map(read.count, keys)
-    suffix = "" if read.raw("attention.key_length_mla") is None else "_mla"
-    if suffix:
-        read.expect("attention.key_length", (rank + rotary_dim,), rank + rotary_dim)
-        read.expect("attention.value_length", (rank,), rank)
-    read.expect("attention.head_count_kv", (heads, 1), heads)
-    key_length = read.count(f"attention.key_length{suffix}")
-    if key_length <= rotary_dim:
-        raise UserError(
-            f"{file.header.path}: attention.key_length{suffix}={key_length} is not above rope.dimension_count={rotary_dim}"
-        )
-    scaling = rope_scaling(file, rotary_dim)
-    if mscale := read.get("rope.scaling.yarn_log_multiplier", float, 0.0) / YARN_LOG:
-        if scaling is None or scaling["rope_type"] != "yarn":
-            raise UserError(f"{file.header.path}: rope.scaling.yarn_log_multiplier needs rope.scaling.type=yarn")
-        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
-    return {
-        "num_attention_heads": heads,
-        "q_lora_rank": read.get("attention.q_lora_rank", int, 0) or None,
-        "kv_lora_rank": rank,
-        "qk_nope_head_dim": key_length - rotary_dim,
-        "qk_rope_head_dim": rotary_dim,
-        "v_head_dim": read.count(f"attention.value_length{suffix}"),
-        "attention_bias": has_bias(file, "attn_kv_a_mqa"),
-        "rope_scaling": scaling,
-    }
-
-
 def _gpt2(file: GGUFMetadata) -> dict[str, Any]:
     heads = file.read.count("attention.head_count")
     file.read.expect("attention.head_count_kv", (heads,), heads)
@@ -438,6 +367,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     **llama_relatives.CONFIGS,
     **layer_norm_decoders.CONFIGS,
     **grouped_mixtures.CONFIGS,
+    **latent_attention.CONFIGS,
     "apertus": _apertus,
     "llama": _llama,
     "mistral3": _mistral3,
@@ -452,7 +382,6 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "phi3": _phi3,
     "glm4": _glm4,
     "chatglm": _chatglm,
-    "deepseek2": _deepseek2,
     "gpt2": _gpt2,
     "starcoder": _starcoder,
     "mpt": _mpt,

@@ -7,6 +7,7 @@ from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.rotary import rope_scaling
 
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+TEMPERATURE = "attention.temperature_scale"
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives, names
+from models.formats.gguf import grouped_mixtures, latent_attention, layer_norm_decoders, llama_relatives, names
 from models.formats.gguf.names import TensorLayout
 
 LAYOUTS: dict[str, TensorLayout] = {
     **llama_relatives.LAYOUTS,
     **layer_norm_decoders.LAYOUTS,
     **grouped_mixtures.LAYOUTS,
+    **latent_attention.LAYOUTS,
     "apertus": names.APERTUS,
     "llama": names.LLAMA,
     "mistral": names.LLAMA,
@@ -33,8 +34,6 @@ LAYOUTS: dict[str, TensorLayout] = {
     "glm": names.GLM,
     "glm4": names.GLM4,
     "chatglm": names.CHATGLM2,
-    "deepseek_v2": names.DEEPSEEK,
-    "deepseek_v3": names.DEEPSEEK,
     "gpt2": names.GPT2,
     "gpt_bigcode": names.STARCODER,
     "mpt": names.MPT,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.formats.gguf.decoder_config import (
+    TEMPERATURE,
     WINDOW,
     WINDOW_PATTERN,
     decoder_shape,
@@ -29,7 +30,6 @@ from models.formats.gguf.names import (
 )
 from models.formats.gguf.rotary import rope_scaling
 
-TEMPERATURE = "attention.temperature_scale"
 LLAMA4_CHUNK = 8192
 
 NORMS_AFTER = TensorLayout(

@@ -5,7 +5,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +17,7 @@ from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
 from tests.helpers.family import FULL
-from tests.helpers.gguf_files import opened, pack, write_twin
+from tests.helpers.gguf_files import opened, pack, write_changed, write_twin
 from tests.helpers.hybrid_families import HYBRID, LINEAR
 from tests.helpers.oracle import write_model
 
@@ -151,28 +150,6 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
     ],
 }
 """By family: a tensor or a key, its change, or None where it is left out, and the message."""
-
-
-def write_changed(source: Path, target: Path, name: str, change: Any) -> None:
-    """Write a GGUF file with another tensor or key `name`, or without it if `change` is None."""
-    reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(target, architecture)
-    for key, field in reader.fields.items():
-        value = change if key == f"{architecture}.{name}" else field.contents()
-        if value is not None and not key.startswith(("GGUF.", "general.architecture")):
-            writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
-                key, value, field.types[-1]
-            )
-    for tensor in reader.tensors:
-        if tensor.name != name:
-            writer.add_tensor(tensor.name, tensor.data)
-        elif change is not None:
-            writer.add_tensor(name, np.ascontiguousarray(change(tensor.data)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @each("family", DAMAGED)
