@@ -1,10 +1,13 @@
 """GGUF files with damaged headers, truncated files and changed bytes: each is refused in one line."""
 
+import math
 import re
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +16,13 @@ from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
 from models.formats import open_checkpoint
+from models.formats.gguf.config import read_gguf_config
+from models.formats.gguf.header import GGUFHeader, TensorInfo
 from models.formats.gguf.writer import write_gguf
+from models.registry import ARCHITECTURES
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
-from tests.helpers.family import FULL
+from tests.helpers.family import FULL, noted
 from tests.helpers.gguf_files import opened, pack, write_changed, write_twin
 from tests.helpers.hybrid_families import HYBRID, LINEAR
 from tests.helpers.oracle import write_model
@@ -99,6 +105,9 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
         opened(tmp_path / "x.gguf")
 
 
+F32 = gguf.GGMLQuantizationType.F32
+RMS, EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 KEY_HEADS, INNER_SIZES = "attention.head_count_kv", "feed_forward_length"
 NOT_THE_MODEL = "does not hold the model that its config describes: "
 AGAIN = "convert the model again"
@@ -166,6 +175,92 @@ def test_damaged_recurrent_models(family: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"^{file}.*{message}") as caught:
             engine_of(file, batch_size=1)
         assert "\n" not in str(caught.value)
+
+
+SIZES = {"embedding_length": 64, "block_count": 2, "feed_forward_length": 64, "attention.head_count": 4}
+SIZES |= {"context_length": 64, RMS: 1e-5}
+PAIR = {"expert_count": 4, "expert_used_count": 2}
+LATENT = {"attention.kv_lora_rank": 16, "attention.key_length": 12, "rope.dimension_count": 4}
+DETAILS = {"expert_feed_forward_length": 32, "expert_shared_count": 1}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+METADATA: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "stablelm": (
+        {EPSILON: 1e-5},
+        [({EPSILON: None}, f"{EPSILON} is missing"), ({"rope.dimension_count": 3}, "turns 3 of 16 channels")],
+    ),
+    "phimoe": (
+        PAIR,
+        [
+            ({"expert_count": None}, "expert_count is missing"),
+            ({"expert_used_count": 1}, "num_experts_per_tok=1 is not supported: only 2"),
+            ({"rope.dimension_count": 8}, "rope.dimension_count=8 is not supported: only 16"),
+            ({"rope.scaling.type": "yarn"}, "rope.scaling.type='yarn' is not supported: only 'none'"),
+            ({"rope.scaling.attn_factor": 1.2}, r"rope.scaling.attn_factor=1\.2 is not supported: only None"),
+        ],
+    ),
+    "llama4": (
+        PAIR | {"expert_feed_forward_length": 32, "interleave_moe_layer_step": 1},
+        [
+            ({"interleave_moe_layer_step": None}, "interleave_moe_layer_step is missing"),
+            ({"expert_count": 0}, "expert_count=0 is not a number above 0"),
+            ({"expert_used_count": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+            ({WINDOW: 0}, f"{WINDOW}=0 is not supported: only None, 8192"),
+            ({PATTERN: 3}, f"{PATTERN}=3 is not supported: only None, 4"),
+        ],
+    ),
+    "exaone-moe": (
+        PAIR | DETAILS | {"expert_gating_func": 2},
+        [
+            ({"expert_gating_func": 1}, "expert_gating_func=1 is not supported: only 2"),
+            ({"expert_shared_count": None}, "expert_shared_count is missing"),
+            (
+                {"expert_shared_feed_forward_length": 33},
+                "expert_shared_feed_forward_length=33 is not supported: only 32",
+            ),
+            ({PATTERN: [True]}, f"exaone-moe.{PATTERN} has 1 values, expected 2"),
+            ({PATTERN: [1, 0]}, f"exaone-moe.{PATTERN} must be an array of kind 'b', found i"),
+            ({"nextn_predict_layers": 2}, "num_hidden_layers=0 is not a number above 0"),
+        ],
+    ),
+    "mistral4": (
+        PAIR | DETAILS | LATENT | YARN,
+        [
+            ({"rope.scaling.type": None}, "rope.scaling.type=None is not supported: only 'yarn'"),
+            ({"rope.scaling.original_context_length": None}, "original_context_length is missing"),
+            ({"attention.temperature_length": 8}, "attention.temperature_length=8 is not supported: only 16, None"),
+            ({"attention.temperature_scale": -1.0}, r"llama_4_scaling_beta=-1\.0 is not a number from"),
+            ({"expert_gating_func": 2}, "expert_gating_func=2 is not supported: only 1, None"),
+            ({"expert_group_count": 3}, "n_routed_experts=4 is not a multiple of n_group=3"),
+            ({"attention.key_length": 4}, "attention.key_length=4 is not above rope.dimension_count=4"),
+        ],
+    ),
+    "minicpm3": (
+        LATENT,
+        [
+            ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank is missing"),
+            ({"attention.head_count_kv": 2}, "attention.head_count_kv=2 is not supported: only 4, 1"),
+            ({"rope.dimension_count": 3}, "qk_rope_head_dim=3 is odd"),
+        ],
+    ),
+}
+"""By architecture: its keys, and changes of them, or None where a key is left out, with the message."""
+
+
+def test_missing_and_contradictory_keys() -> None:
+    experts = {"blk.1.ffn_up_exps.weight": (4, 32, 64), "token_embd.weight": (96, 64), "blk.0.attn_norm.weight": (64,)}
+    tensors = {name: TensorInfo(Path("a.gguf"), shape, F32, 0, 4 * math.prod(shape)) for name, shape in experts.items()}
+    for architecture, (keys, refused) in METADATA.items():
+        for changes, message in [({}, ""), *refused]:
+            scalars, arrays = {"general.architecture": architecture}, {}
+            for key, value in (SIZES | keys | changes).items():
+                if isinstance(value, list):
+                    arrays[f"{architecture}.{key}"] = np.array(value)
+                elif value is not None:
+                    scalars[f"{architecture}.{key}"] = value
+            header = GGUFHeader(Path("a.gguf"), scalars, arrays, tensors)
+            with noted((architecture, changes)), pytest.raises(UserError, match=message) if message else nullcontext():
+                config = read_gguf_config([header])
+                ARCHITECTURES[config.require("model_type", str)].read_config(config)
 
 
 @pytest.fixture(scope="module")
