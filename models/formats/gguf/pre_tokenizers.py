@@ -32,6 +32,11 @@ GPT4O_PATTERN = "|".join((*(word + CONTRACTION for word in WORDS), r"\p{N}{1,3}"
 SEED_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# words that single spaces join are one piece
+PHRASE_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 BLOOM_PATTERN = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 CASED_LETTERS = (  # DeepSeek's list; Unicode now has more
     r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}"
@@ -77,17 +82,18 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "stablelm2": PreTokenizer((QWEN_PATTERN,)),
     "qwen35": PreTokenizer((QWEN35_PATTERN,), is_nfc=True),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), BY_THREE_DIGITS),
-    "gpt-4o": PreTokenizer((GPT4O_PATTERN,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((GPT4O_PATTERN,))),
     "tekken": PreTokenizer((TEKKEN_PATTERN,), whole_words_first=True, adds_bos=True),
     "deepseek-llm": PreTokenizer(DEEPSEEK_LLM_PATTERNS),
     "deepseek-coder": PreTokenizer(DEEPSEEK_CODER_PATTERNS),
     **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "seed-coder": PreTokenizer((SEED_PATTERN,)),
+    "exaone-moe": PreTokenizer((PHRASE_PATTERN,)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
 """By `tokenizer.ggml.pre`: GPT-2 (and Phi-2, EXAONE 4), MPT (and OLMo, GPT-NeoX), SmolLM (and StarCoder), Command R,
-Llama 3 (and LFM2), Qwen (and Hunyuan A13B), StableLM 2, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's
-three (V3: also Hunyuan's dense models), Seed, BLOOM.
+Llama 3 (and LFM2), Qwen (and Hunyuan A13B), StableLM 2, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini (and Llama 4), Mistral Nemo,
+DeepSeek's three (V3: also Hunyuan's dense models), Seed, K-EXAONE, BLOOM.
 """
 GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), whole_words_first=True, adds_bos=True, is_byte_level=False)
 """Of the tokenizer `gemma4`, whose files have no `tokenizer.ggml.pre`."""

@@ -243,6 +243,8 @@ def test_qwen2(tmp_path: Path) -> None:
         ("deepseek-llm", "Ab, 12 c\nd", ["Ab", ",", " ", "12", " c", "\n", "d"]),
         ("deepseek-coder", "Ab, 12 c\nd", ["Ab", ",", " ", "1", "2", " c", "\n", "d"]),
         ("deepseek-v3", "(ab 1234 c!\n", ["(ab", " ", "123", "4", " c", "!\n"]),
+        ("llama4", "theWord's 1234//", ["the", "Word's", " ", "123", "4", "//"]),
+        ("exaone-moe", "the cat's 12//\n/x\n\n", ["the cat", "'s", " ", "1", "2", "//\n", "/x", "\n\n"]),
         ("bloom", "ab cd, 12(3) e", ["ab", " cd", ",", " 12", "(", "3", ")", " e"]),
     ],
 )
