@@ -12,6 +12,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf import grouped_mixtures, latent_attention, layer_norm_decoders, llama_relatives
 from models.formats.gguf.decoder_config import (
+    GEMMA_SCALED_BY_HIDDEN_SIZE,
     SOFTMAX,
     TEMPERATURE,
     WINDOW_PATTERN,
@@ -44,8 +45,6 @@ END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
 BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
-# Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
-GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 
 
 def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:

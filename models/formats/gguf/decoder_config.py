@@ -7,6 +7,9 @@ from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.rotary import rope_scaling
 
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+# Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
+GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
+YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
 TEMPERATURE = "attention.temperature_scale"
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 

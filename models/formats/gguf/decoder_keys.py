@@ -19,8 +19,7 @@ from models.families.phi3 import Phi3Config
 from models.families.qwen2 import Qwen2Config
 from models.families.qwen3 import Qwen3Config
 from models.families.qwen3_moe import Qwen3MoeConfig
-from models.formats.gguf.config import GEMMA_SCALED_BY_HIDDEN_SIZE
-from models.formats.gguf.latent_attention import YARN_LOG
+from models.formats.gguf.decoder_config import GEMMA_SCALED_BY_HIDDEN_SIZE, YARN_LOG
 from models.formats.gguf.names import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from conf.errors import UserError
-from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, TEMPERATURE, has_bias
+from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, TEMPERATURE, YARN_LOG, has_bias
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import DEEPSEEK, LONG_FACTORS, SHORT_FACTORS, TensorLayout
 from models.formats.gguf.rotary import longrope, rope_scaling
-
-YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
 
 
 def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
