@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
+from conf.errors import UserError
 from models.families.nemotron_h import PATTERN
 from models.formats import open_checkpoint, open_tokenizer
 from models.formats.gguf.recurrent_config import OF_HYBRIDS
@@ -336,6 +337,9 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             file = tmp_path / f"{name} whole.gguf"
             write_changed(tmp_path / f"{name}.gguf", file, *DROPPED[name])
         assert_equals_transformers(file, reference, tolerance)
+    write_changed(tmp_path / "stablelm parallel.gguf", tmp_path / "x.gguf", "blk.1.attn_q_norm.weight", lambda x: x[:3])
+    with pytest.raises(UserError, match=r"missing: model.layers.1.self_attn.q_layernorm.norms.3.weight: convert"):
+        engine_of(tmp_path / "x.gguf")
     # the folder's experts are packed too, and test_gpt_oss.py compares them with transformers
     files = [engine_of(tmp_path / name, block_activations="none") for name in ("gpt-oss mxfp4.gguf", "mxfp4")]
     for prompt in random_prompts(96):
