@@ -8,6 +8,7 @@ from conf.support.sizes import num_bytes
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ADDRESS = (bool, "an address, such as 127.0.0.1")
+STORE = {"response_store": is_set(give="memory", reason="without which nothing is stored")}
 
 
 @dataclass
@@ -63,6 +64,17 @@ class ServeConfig:
         only_with={"batches": is_set(give="FOLDER", reason="without which there are no files")},
     )
     """Most bytes of a file of /v1/files."""
+    response_store: str | None = option(None, form=(bool, "memory, an SQLite file, or null"))
+    """Where /v1/responses stores its responses: memory, or an SQLite file, which keeps them over a restart.
+
+    null: nothing is stored, so a request contains its whole conversation.
+    """
+    response_store_size: str = option("200MB", form=(num_bytes, "a size such as 200MB"), only_with=STORE)
+    """Most bytes of all stored responses. The oldest are deleted."""
+    response_store_count: int = option(10000, minimum=1, only_with=STORE)
+    """Most stored responses. The oldest are deleted."""
+    response_store_age_s: float = option(2592000.0, above=0, only_with=STORE)
+    """A stored response expires after this time."""
     traces: str | None = option(
         None,
         form=(lambda url: url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),

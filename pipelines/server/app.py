@@ -4,25 +4,25 @@ import functools
 import json
 
 from fastapi import FastAPI
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from conf.compose import version
-from pipelines.server.api.answer_shapes import Status, Version
 from pipelines.server.api.batches import BatchRequest
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.requests import Shape
 from pipelines.server.batch_routes import LineSender, add_batches, add_files
 from pipelines.server.batches.jobs import BatchJobs
-from pipelines.server.engine_session import loaded
 from pipelines.server.error_handlers import add_errors
 from pipelines.server.guard import Guard
-from pipelines.server.metrics import CONTENT_TYPE
 from pipelines.server.model_routes import add_models
 from pipelines.server.openapi import describe, responses
+from pipelines.server.responses.background import KeptResponses
+from pipelines.server.responses.routes import add_responses
 from pipelines.server.routes import ROUTES, add_routes
 from pipelines.server.service import Service
+from pipelines.server.state_routes import add_state
 
 
 def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: BatchJobs | None = None) -> ASGIApp:
@@ -34,9 +34,12 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
         title="Quintet", version=version(), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     add_errors(app)
-    _add_state(app, service)
+    add_state(app, service)
     add_models(app, service, chat)
-    add_routes(app, service, chat)
+    kept = KeptResponses(service, chat, service.response_store) if service.response_store else None
+    add_routes(app, service, chat, kept)
+    if kept is not None:
+        add_responses(app, kept)
     if jobs is not None:
         jobs.send = LineSender(service, chat)
         add_files(app, jobs, service.config.send_timeout_s)
@@ -56,26 +59,3 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
     if origins := service.config.allowed_origins:
         guarded = CORSMiddleware(guarded, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return guarded
-
-
-def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health", responses=responses(200))
-    async def health() -> Status:
-        """Report that the HTTP process is alive."""
-        return Status(status="ok")
-
-    @app.get("/ready", responses=responses(200, 503))
-    async def ready() -> Status:
-        """Report whether the server accepts requests: the model is loaded and the server is not shutting down."""
-        loaded(service.engine)
-        return Status(status="ready")
-
-    @app.get("/version", responses=responses(200))
-    async def server_version() -> Version:
-        """Return the version of Quintet."""
-        return Version(version=version())
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)

@@ -67,7 +67,8 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
     @app.get("/v1/files", response_model=answer_shapes.Files, responses=responses(200))
     async def files(request: Request, page: Annotated[FilePage, Query()]) -> JSONResponse:
         """List the files."""
-        matching = [file for file in jobs.files.of(_owner(request)) if page.purpose in (None, file.purpose)]
+        files = [file.described() for file in jobs.files.of(_owner(request))]
+        matching = [file for file in files if page.purpose in (None, file["purpose"])]
         return JSONResponse(listed(matching if page.order == "asc" else matching[::-1], page.after, page.limit))
 
     @app.get("/v1/files/{file_id}", response_model=answer_shapes.File, responses=responses(200, 404))
@@ -100,7 +101,9 @@ def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
     @app.get("/v1/batches", response_model=answer_shapes.Batches, responses=responses(200))
     async def batches(request: Request, page: Annotated[BatchPage, Query()]) -> JSONResponse:
         """List the batches, newest first."""
-        return JSONResponse(listed(jobs.of(_owner(request))[::-1], page.after, page.limit))
+        return JSONResponse(
+            listed([batch.described() for batch in jobs.of(_owner(request))[::-1]], page.after, page.limit)
+        )
 
     @app.get("/v1/batches/{batch_id}", response_model=answer_shapes.BatchAnswer, responses=responses(200, 404))
     async def batch(request: Request, batch_id: str) -> JSONResponse:

@@ -14,6 +14,7 @@ from pipelines.server.api.errors import SERVER_ERROR, ApiError, engine_gone, loa
 from pipelines.server.api.generation import Named, RequestContext
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record
+from pipelines.server.responses.store import ResponseStore
 
 
 @dataclass(eq=False)
@@ -44,11 +45,13 @@ class EngineSession:
         record: Record,
         context: RequestContext,
         named: Named,
+        response_store: ResponseStore | None = None,
     ) -> None:
         """`named`: the adapter or soft prefix that the request's `model` selects."""
         self.context = context
         self.record = record
         self.named = named
+        self.response_store = response_store
         self.dones: dict[int, Done] = {}
         """Final frames by prompt index: token counts, or the embedding."""
         self._engine = engine

@@ -1,8 +1,10 @@
 """The routes that generate: chat completions, completions, responses and messages."""
 
+from uuid import uuid4
+
 from pipelines.server.api import message_requests, response_requests
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.errors import ApiError, bad_request
+from pipelines.server.api.errors import bad_request, not_allowed, renamed_errors
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.messages import MessageWriter
 from pipelines.server.api.requests import ChatRequest, CompletionRequest
@@ -11,6 +13,7 @@ from pipelines.server.api.resumption import HEADER
 from pipelines.server.api.writers import ChatWriter, CompletionWriter
 from pipelines.server.continuation import continued
 from pipelines.server.engine_session import EngineSession
+from pipelines.server.responses.history import input_items, with_history
 from pipelines.server.service import Result
 from pipelines.server.token_routes import encode_prompts, encode_text
 
@@ -31,22 +34,40 @@ async def completions(body: CompletionRequest, session: EngineSession, chat: Cha
 
 
 async def respond(body: response_requests.ResponseRequest, session: EngineSession, chat: Chat) -> Result:
-    """Generate a response to a conversation. The input contains the whole conversation as items."""
-    try:
-        writer = await _chat(body.chat(), session, chat, has_ids=False)
-        response = ResponseWriter(body, session.record.id, writer)
-        return await continued(session, writer.generation, response, bool(body.stream))
-    except ApiError as error:
-        raise error.renamed(response_requests.NAMES) from error
+    """Generate a response to a conversation: the items of `previous_response_id`, then the input."""
+    if body.background:
+        raise not_allowed("background", True, "it needs serve.response_store, and lines of batches cannot have it")
+    writer = await response_writer(body, session, chat)
+
+    async def store() -> None:
+        if session.response_store is None or not writer.is_stored:
+            return
+        items = input_items(writer.request.items, writer.ended["id"])
+        if not await session.response_store.save(session.context.key, writer.ended, items):
+            writer.ended["store"] = False
+            session.record.warnings.append("store is not used: the response cannot be stored")
+
+    with renamed_errors(response_requests.NAMES):
+        return await continued(session, writer.generation, writer, bool(body.stream), store)
+
+
+async def response_writer(
+    body: response_requests.ResponseRequest, session: EngineSession, chat: Chat
+) -> ResponseWriter:
+    """Return the writer of a response, whose prompt is encoded. Raises ApiError."""
+    with renamed_errors(response_requests.NAMES):
+        body = await with_history(body, session.response_store, session.context.key)
+        is_stored = session.response_store is not None and body.store is not False
+        # A stored response has an id that the client cannot choose.
+        id = uuid4().hex if is_stored else session.record.id
+        return ResponseWriter(body, id, await _chat(body.chat(), session, chat, has_ids=False), is_stored)
 
 
 async def message(body: message_requests.MessagesRequest, session: EngineSession, chat: Chat) -> Result:
     """Generate the next message of a conversation, in the format of Anthropic's API."""
-    try:
+    with renamed_errors(message_requests.NAMES):
         writer = await _chat(body.chat_request(), session, chat, has_ids=False, cuts_length=True)
         return await continued(session, writer.generation, MessageWriter(writer), bool(body.stream))
-    except ApiError as error:
-        raise error.renamed(message_requests.NAMES) from error
 
 
 async def _chat(

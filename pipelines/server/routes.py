@@ -35,6 +35,7 @@ from pipelines.server.engine_session import EngineSession
 from pipelines.server.generation_routes import chat_completions, completions, message, respond
 from pipelines.server.openapi import takes
 from pipelines.server.pooled_routes import classify, embeddings, pooling, rerank, score
+from pipelines.server.responses.background import KeptResponses
 from pipelines.server.service import EngineResponse, Result, Service, timeout_s
 from pipelines.server.token_routes import (
     DetokenizeRequest,
@@ -96,19 +97,24 @@ ROUTES = {
 }
 
 
-def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
+def add_routes(app: FastAPI, service: Service, chat: Chat, kept: KeptResponses | None) -> None:
+    """`kept`: runs background responses; None: they are refused."""
     for path, route in ROUTES.items():
         app.post(
             path,
             name=route.answer.__name__,
             description=route.answer.__doc__,
             **takes(route.kind, route.shape, *route.statuses),
-        )(_handler(route, service, chat))
+        )(_handler(route, service, chat, kept))
 
 
-def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _handler(
+    route: Route, service: Service, chat: Chat, kept: KeptResponses | None
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body: Any = parse_request(route.kind, await request.body())
+        if kept is not None and isinstance(body, ResponseRequest) and body.background:
+            return await kept.start(request.state.record, body)
         session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
         return EngineResponse(

@@ -205,6 +205,8 @@ class _Server:
             await self._close_jobs()
             self._http.should_exit = True
             await asyncio.gather(http, self._engine.close(), return_exceptions=True)
+            if self._service.response_store is not None:
+                await self._service.response_store.close()
 
     async def _end_by_signals(self) -> int | None:
         """Wait for a signal, then until all requests have ended, the time limits pass, or a second signal arrives."""

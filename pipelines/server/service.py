@@ -29,6 +29,7 @@ from pipelines.server.api.skipping import header_of, not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record, RecordLog, RequestLog
+from pipelines.server.responses.store import ResponseStore
 from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, refuses, written
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Service:
         request_log: RequestLog | None = None,
         traces: RecordLog | None = None,
     ) -> None:
-        """Raises UserError if an adapter or a soft prefix has the model's own name."""
+        """Raises UserError if an adapter or a soft prefix has the model's own name, and for a store's unusable file."""
         self.config = config
         self.engine = engine
         self.model_name = config.model_name or Path(os.path.abspath(model.path)).name
@@ -79,6 +80,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
         self.admission = Admission(engine, config, self.metrics.rejected)
+        self.response_store = ResponseStore(config) if config.response_store is not None else None
         self.is_draining = False
         self.stopping = asyncio.Event()
         """Set when the remaining requests must end."""
@@ -127,14 +129,17 @@ class Service:
         if body.model is None and body.names_model and len(self.model_names) > 1:
             raise bad_request(f"model is missing: give one of {', '.join(self.model_names)}", "model")
         record.model = body.model or self.model_name
-        record.warnings = warning_of(not_used(body))
+        honoured = {"store"} if self.response_store else set()
+        record.warnings = warning_of(name for name in not_used(body) if name not in honoured)
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         record.settings = body.model_dump(include=SETTINGS, exclude_none=True) or None
         record.answer_id = prefix + record.id
         adapter_or_prefix = self.named(record.model)
         loaded(self.engine)
         context = RequestContext(record.answer_id, record.model, record.key, last_event_id)
-        return EngineSession(self.engine, self.admission, self.metrics, record, context, adapter_or_prefix)
+        return EngineSession(
+            self.engine, self.admission, self.metrics, record, context, adapter_or_prefix, self.response_store
+        )
 
 
 class EngineResponse(Response):

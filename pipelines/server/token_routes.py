@@ -9,12 +9,13 @@ from pydantic import Field
 from models.tokenizers import Tokenizer
 from pipelines.server.api import message_requests, response_requests
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.errors import ApiError, bad_request, too_long
+from pipelines.server.api.errors import bad_request, renamed_errors, too_long
 from pipelines.server.api.message_requests import CountTokensRequest
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body, ChatRequest, Json, Message, Prompt, TokenIds, Tool
 from pipelines.server.api.response_requests import CountInputRequest
 from pipelines.server.engine_session import EngineSession
+from pipelines.server.responses.history import with_history
 from pipelines.server.service import Result
 
 
@@ -45,20 +46,17 @@ class DetokenizeRequest(Body):
 
 async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: Chat) -> Result:
     """Count the tokens of a conversation's prompt, in the format of Anthropic's API."""
-    try:
+    with renamed_errors(message_requests.NAMES):
         prompt = await chat.encode(body.chat_request())
-    except ApiError as error:
-        raise error.renamed(message_requests.NAMES) from error
     session.record.warnings += prompt.warnings
     return {"input_tokens": len(prompt.token_ids)}
 
 
 async def count_input_tokens(body: CountInputRequest, session: EngineSession, chat: Chat) -> Result:
     """Count the tokens of a conversation's prompt, in the format of OpenAI's responses."""
-    try:
+    with renamed_errors(response_requests.NAMES):
+        body = await with_history(body, session.response_store, session.context.key)
         prompt = await chat.encode(body.chat())
-    except ApiError as error:
-        raise error.renamed(response_requests.NAMES) from error
     session.record.warnings += prompt.warnings
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 

@@ -221,6 +221,11 @@ class Incomplete(AnswerShape):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseError(AnswerShape):
+    code: Literal["rate_limit_exceeded", "server_error"]
+    message: str
+
+
 class ResponseAnswer(AnswerShape):
     """A response. Fields copied from the request have the request's schema."""
 
@@ -228,19 +233,21 @@ class ResponseAnswer(AnswerShape):
     object: Literal["response"]
     created_at: int
     model: str
-    status: Literal["completed", "incomplete"]
-    error: None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
     incomplete_details: Incomplete | None
     output: list[OutputMessage | OutputReasoning | OutputCall]
+    background: bool
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, Any]
-    store: Literal[False]
+    store: bool
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     truncation: Literal["disabled"]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
+    """None until the response is complete."""
     seed: int
     system_fingerprint: str | None
     instructions: str | None
@@ -249,6 +256,12 @@ class ResponseAnswer(AnswerShape):
     top_p: float | None
     metadata: dict[str, str] | None
     user: str | None
+
+
+class ResponseDeleted(AnswerShape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class TextContent(AnswerShape):
@@ -424,6 +437,11 @@ class Page(AnswerShape):
 
 class Files(Page):
     data: list[File]
+
+
+class InputItems(Page):
+    data: list[dict[str, Any]]
+    """The items have the schema of the request's `input`, and each has an id."""
 
 
 class LineCounts(AnswerShape):

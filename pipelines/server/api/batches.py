@@ -1,7 +1,7 @@
 """Requests of /v1/files and /v1/batches, and the lines of a batch's files."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -56,24 +56,18 @@ class FilePage(BaseModel):
     purpose: Literal["batch", "batch_output"] | None = None
 
 
-class Listed(Protocol):
-    @property
-    def id(self) -> str: ...
-    def described(self) -> dict[str, Any]: ...
-
-
-def listed(items: Sequence[Listed], after: str | None, limit: int) -> dict[str, Any]:
-    """Return the page of a list after the item with id `after`. Raises ApiError (400) if this id is unknown."""
-    ids = [item.id for item in items]
+def listed(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """Return the page of a list after the object with id `after`. Raises ApiError (400) if this id is unknown."""
+    ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise bad_request(f"after={after} is none of the list: leave it out to begin again", "after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return {
         "object": "list",
-        "data": [item.described() for item in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
         "has_more": start + limit < len(items),
     }
 

@@ -1,7 +1,8 @@
 """Errors in the format of OpenAI's API: status, message, type, and the field of the request that caused the error."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from conf.errors import shortened
@@ -64,6 +65,15 @@ class ApiError(Exception):
             message = re.sub(SCHEMA_OF_TOOL, rf"\1.{schema}", message)
             param = param and re.sub(SCHEMA_OF_TOOL, rf"\1.{schema}", param)
         return ApiError(self.status, message, self.type, param, self.code, self.headers)
+
+
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise the block's errors with the field names of another API, as `ApiError.renamed` does."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
 
 
 def failed() -> ApiError:

@@ -18,14 +18,13 @@ MAX_FIELDS = 100  # of an object with known fields; without this limit each unkn
 MAX_PARTS = 1024  # of a message content
 MAX_DEPTH = 64  # of JSON whose schema is not known here
 TEXTS_ONLY = "this server reads and writes only text: leave it out"
-NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 UNSUPPORTED = {
     "audio": TEXTS_ONLY,
     "dimensions": "vectors have all dimensions of the model: leave it out",
     "function_call": "give tool_choice",
     "functions": "give tools",
-    "previous_response_id": NOT_KEPT,
-    "conversation": NOT_KEPT,
+    "previous_response_id": "only /v1/responses continues a response: send the whole conversation",
+    "conversation": "there are no conversation objects: send all items, or previous_response_id to /v1/responses",
     "prediction": "leave it out, or give the server decode.speculate",
     "suffix": "models here continue a text and fill no gaps: leave it out",
     "verbosity": "ask for it in a message",

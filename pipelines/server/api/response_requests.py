@@ -1,12 +1,12 @@
-"""Requests of OpenAI's /v1/responses, mapped to chat completions. The server stores nothing: each request contains the
-whole conversation. Each field is honoured or rejected, or is one of the listed fields that have no effect.
+"""Requests of OpenAI's /v1/responses, mapped to chat completions. Each field is honoured or rejected, or is one of the
+listed fields that have no effect.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipelines.server.api.errors import SCHEMA_OF_TOOL, ApiError, bad_request
 from pipelines.server.api.parsing import check_request
@@ -31,6 +31,7 @@ NAMES = {
     SCHEMA_OF_TOOL: "parameters",
 }
 """Names that fields of chat requests have in this API."""
+MAX_ITEMS = 4096  # of a conversation
 Include: TypeAlias = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -259,7 +260,9 @@ class CountInputRequest(Body):
     path = "/v1/responses/input_tokens"
     names_model = True
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    previous_response_id: Name | None = None
+    """The response that the input continues. Its instructions and tools are not inherited."""
     instructions: str | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -268,8 +271,17 @@ class CountInputRequest(Body):
     parallel_tool_calls: bool | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, NotUsed(unless=("disabled",))] = None
 
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def after(self, items: list[Item]) -> Self:
+        """Return the request with a conversation before its input."""
+        return self.model_copy(update={"input": [*items, *self.items]})
+
     def chat(self) -> ChatRequest:
-        """Return the request as a streamed chat request. Raises ApiError (400) with this API's field names."""
+        """Return the request as a streamed chat request, of its own input alone. Raises ApiError (400) with this API's field names."""
         tools = [tool.tool() for tool in self._all_tools() if isinstance(tool, FunctionTool)]
         if self.tool_choice not in (None, "none", "auto") and not tools:
             raise bad_request("tool_choice needs tools: give tools, or leave it out", "tool_choice")
@@ -298,8 +310,8 @@ class CountInputRequest(Body):
         return {}
 
     def _all_tools(self) -> list[FunctionTool | HostedTool]:
-        items = [] if isinstance(self.input, str) else self.input
-        return [*(self.tools or []), *(tool for item in items if isinstance(item, InputTools) for tool in item.tools)]
+        further = [tool for item in self.items if isinstance(item, InputTools) for tool in item.tools]
+        return [*(self.tools or []), *further]
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None
@@ -314,8 +326,7 @@ class CountInputRequest(Body):
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        for item in items:
+        for item in self.items:
             if isinstance(item, InputMessage) and item.role != "assistant":
                 messages.append({"role": item.role, "content": _joined(item.content)})
             elif isinstance(item, InputTools | HostedItem) or (isinstance(item, InputReasoning) and not item.text):
@@ -341,7 +352,8 @@ class ResponseRequest(CountInputRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: Annotated[bool | None, NotUsed(unless=(False,))] = None
-    background: Literal[False] | None = None
+    """Whether the response is stored; None: if the server stores responses. Not used by a server that stores none."""
+    background: bool | None = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority", "fast"] | None, NotUsed(unless=("auto", "default"))
     ] = None
@@ -370,6 +382,22 @@ class ResponseRequest(CountInputRequest):
     def _settings(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "seed")
         return {"max_completion_tokens": self.max_output_tokens, **{name: getattr(self, name) for name in names}}
+
+
+class NoQuery(BaseModel):
+    """GET /v1/responses/{id} has no query parameters: neither `include` nor `stream`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class InputPage(BaseModel):
+    """Query parameters of GET /v1/responses/{id}/input_items."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
 
 
 def _add(message: dict[str, Any], item: Item) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pipelines.server.api.answers import ChoiceText, Event
 from pipelines.server.api.errors import ApiError
+from pipelines.server.api.generation import Generation
 from pipelines.server.api.response_requests import ResponseRequest
 from pipelines.server.api.writers import ChatWriter
 
@@ -11,9 +12,12 @@ from pipelines.server.api.writers import ChatWriter
 class ResponseWriter:
     """Writes a chat answer as a response: chunks become events."""
 
-    def __init__(self, request: ResponseRequest, id: str, chat: ChatWriter) -> None:
-        """`id`: id of the request. The ids of the response and of its items derive from it."""
-        self._request = request
+    def __init__(self, request: ResponseRequest, id: str, chat: ChatWriter, is_stored: bool = False) -> None:
+        """`id`: the ids of the response and of its items derive from it. `is_stored`: whether it will be stored."""
+        self.request = request
+        self.is_stored = is_stored
+        self.ended: dict[str, Any] = {}
+        """The complete response, after `body` or `end`."""
         self._id = id
         self._chat = chat
         self._num_events = 0
@@ -26,11 +30,15 @@ class ResponseWriter:
         self.begin()
         self.read(0, ChoiceText(), choices[0])
         self.end()
-        return self._response(self._status)
+        return self.ended
+
+    @property
+    def generation(self) -> Generation:
+        return self._chat.generation
 
     def begin(self) -> list[Event]:
         kinds = ("response.created", "response.in_progress")
-        return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
+        return _named([self._event(kind, response=self.response("in_progress")) for kind in kinds])
 
     def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
         return _named([event for chunk in self._chat.read(index, received, remaining) for event in self._read(chunk)])
@@ -39,11 +47,13 @@ class ResponseWriter:
         for chunk in self._chat.usage_chunk():
             self._read(chunk)
         status = self._status
-        return _named([*self._close(status), self._event(f"response.{status}", response=self._response(status))])
+        events = self._close(status)
+        self.ended = self.response(status)
+        return _named([*events, self._event(f"response.{status}", response=self.ended)])
 
     def failed(self, error: ApiError) -> Event:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # error codes that clients recognize
-        response = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        response = self.response("failed") | {"error": {"code": code, "message": error.message}}
         return _named([self._event("response.failed", response=response)])[0]
 
     @property
@@ -59,10 +69,19 @@ class ResponseWriter:
             self._usage = chunk.data["usage"]
         return events
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> dict[str, Any]:
+        """Return the response object with this status."""
         info = self._chat.generation.info
-        request = self._request.model_dump(by_alias=True)
-        names = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+        request = self.request.model_dump(by_alias=True, exclude={"input"})
+        names = (
+            "previous_response_id",
+            "instructions",
+            "max_output_tokens",
+            "temperature",
+            "top_p",
+            "metadata",
+            "user",
+        )
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -72,10 +91,10 @@ class ResponseWriter:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [dict(item) for item in self._output] if status != "in_progress" else [],
+            "background": bool(request["background"]),
             "parallel_tool_calls": request["parallel_tool_calls"] is not False,
-            "previous_response_id": None,
             "reasoning": request["reasoning"] or {"effort": None},
-            "store": False,
+            "store": self.is_stored,
             "text": {"format": (request["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": request["tool_choice"] or "auto",
             "tools": request["tools"] or [],

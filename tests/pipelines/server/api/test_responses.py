@@ -150,9 +150,8 @@ def test_fields_become_the_chats() -> None:
 @each(
     ("fields", "param", "message"),
     [
-        ({"previous_response_id": "r"}, "previous_response_id", "nothing is kept between requests"),
+        ({"conversation": "conv_1"}, "conversation", "conversation is not supported: there are no conversation objects"),
         ({"prompt": {"id": "p"}}, "prompt", "prompt is not supported"),
-        ({"background": True}, "background", "background=True is not allowed"),
         ({"input": []}, "input", "at least 1 item"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),

@@ -1,0 +1,1 @@
+"""Stored responses of /v1/responses: the store, continued conversations, background responses and their routes."""

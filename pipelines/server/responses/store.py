@@ -1,0 +1,184 @@
+"""The store of responses: an SQLite database in memory or in a file, bounded by bytes, count and age.
+
+A fault of the database is a warning in the log. Reads then give status 503, and new responses are not stored.
+"""
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from conf.errors import UserError
+from conf.serving import ServeConfig
+from conf.support.sizes import num_bytes
+from pipelines.server.api.errors import SERVER_ERROR, ApiError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MEMORY = "memory"
+LOCKED_S = 0.2  # longest wait for the lock of another process
+TABLES = """
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY,
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    created REAL NOT NULL,
+    size INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    items BLOB NOT NULL,
+    UNIQUE (owner, id)
+);
+CREATE INDEX IF NOT EXISTS sizes ON responses (number, size);
+"""
+# With an exclusive lock, WAL needs no shared memory, which a full disk could break, and a commit needs no fsync.
+EVICT = """
+DELETE FROM responses WHERE created <= ? OR number IN (
+    SELECT number FROM (
+        SELECT number, row_number() OVER newest AS place, sum(size) OVER newest AS total
+        FROM responses WINDOW newest AS (ORDER BY number DESC)
+    ) WHERE place > ? OR total > ?
+)
+"""
+
+
+class StoredResponse(NamedTuple):
+    """A response and the conversation before it."""
+
+    response: dict[str, Any]
+    """The response object of OpenAI's API."""
+    items: list[dict[str, Any]]
+    """All input items, also the input and output of earlier responses. So an earlier response may be deleted."""
+    size: int
+    """Number of bytes of both as JSON."""
+
+
+class ResponseStore:
+    """The stored responses of all API keys. One thread uses the database, so the event loop never waits for it."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: returns seconds since 1970. Raises UserError if the file cannot be created."""
+        self._path = None if config.response_store == MEMORY else Path(str(config.response_store)).expanduser()
+        self.max_conversation = num_bytes(config.max_body)
+        """Most bytes of a stored response that a request can continue: as many as a request with all items can have."""
+        self._max_bytes = num_bytes(config.response_store_size)
+        self._max_count = config.response_store_count
+        self._age_s = config.response_store_age_s
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._connection: sqlite3.Connection | None = None
+        self._has_failed = False
+        try:
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._opened()
+        except OSError as error:
+            problem = f"serve.response_store={self._path} cannot be used ({error.strerror})"
+            raise UserError(f"{problem}: give another file, or memory") from error
+        except sqlite3.Error as error:
+            self._warn(error)
+
+    async def save(self, owner: str | None, response: dict[str, Any], items: list[dict[str, Any]]) -> bool:
+        """Store or replace a response, and delete expired responses and the oldest ones beyond the limits.
+
+        `owner`: name of the API key; None without keys. Return False if the response cannot be stored.
+        """
+
+        def insert(connection: sqlite3.Connection) -> bool:
+            now, contents = self._clock(), (msgspec.json.encode(response), msgspec.json.encode(items))
+            size = sum(map(len, contents))
+            if size > self._max_bytes:
+                return False
+            row = (owner or "", response["id"], now, size, *contents)
+            columns = "(owner, id, created, size, response, items)"
+            connection.execute(f"INSERT OR REPLACE INTO responses {columns} VALUES (?, ?, ?, ?, ?, ?)", row)
+            connection.execute(EVICT, (now - self._age_s, self._max_count, self._max_bytes))
+            return True
+
+        try:
+            return await self._run(insert)
+        except ApiError:
+            return False
+
+    async def find(self, owner: str | None, id: str) -> StoredResponse | None:
+        """Return a response of an API key; None if the key has none with this id. Raises ApiError (503)."""
+
+        def select(connection: sqlite3.Connection) -> StoredResponse | None:
+            query = "SELECT response, items, size FROM responses WHERE owner = ? AND id = ? AND created > ?"
+            row = connection.execute(query, (owner or "", id, self._clock() - self._age_s)).fetchone()
+            if row is None:
+                return None
+            response, items, size = row
+            return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items), size)
+
+        return await self._run(select)
+
+    async def remove(self, owner: str | None, id: str) -> bool:
+        """Delete a response of an API key. Return whether there was one. Raises ApiError (503)."""
+        query, values = "DELETE FROM responses WHERE owner = ? AND id = ?", (owner or "", id)
+        return await self._run(lambda connection: connection.execute(query, values).rowcount > 0)
+
+    async def close(self) -> None:
+        """Write everything to the file and close it."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the result of a transaction, run in the thread. Raises ApiError (503) if the database fails."""
+
+        def transaction() -> T:
+            try:
+                with self._opened() as connection:
+                    result = work(connection)
+            except sqlite3.DatabaseError as error:
+                if not isinstance(error, sqlite3.OperationalError):  # the file is corrupt
+                    self._disconnect()
+                raise
+            self._has_failed = False
+            return result
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+        except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
+            self._warn(error)
+            message = "the stored responses cannot be used now: send the request again, or the whole conversation"
+            raise ApiError(503, message, SERVER_ERROR, code="response_store", headers={"retry-after": "1"}) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        """Return the connection. It is opened again after a lock or a corrupt file, which may be gone."""
+        if self._connection is not None:
+            return self._connection
+        if self._path is not None:  # only this user may read it
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(self._path or ":memory:", timeout=LOCKED_S, check_same_thread=False)
+        try:
+            connection.executescript(TABLES)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
+
+    def _warn(self, error: Exception) -> None:
+        """Log the first of consecutive faults."""
+        if not self._has_failed:
+            log.warning("serve.response_store=%s cannot be used (%s): responses are not stored", self._path, error)
+        self._has_failed = True
