@@ -222,7 +222,7 @@ class Incomplete(AnswerShape):
 
 
 class ResponseError(AnswerShape):
-    code: Literal["rate_limit_exceeded", "server_error"]
+    code: Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
     message: str
 
 

@@ -8,6 +8,9 @@ from pipelines.server.api.generation import Generation
 from pipelines.server.api.response_requests import ResponseRequest
 from pipelines.server.api.writers import ChatWriter
 
+ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Codes of failed responses that clients recognize, by status."""
+
 
 class ResponseWriter:
     """Writes a chat answer as a response: chunks become events."""
@@ -52,7 +55,7 @@ class ResponseWriter:
         return _named([*events, self._event(f"response.{status}", response=self.ended)])
 
     def failed(self, error: ApiError) -> Event:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # error codes that clients recognize
+        code = ERROR_CODES.get(error.status, "server_error")
         response = self.response("failed") | {"error": {"code": code, "message": error.message}}
         return _named([self._event("response.failed", response=response)])[0]
 

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from conf.errors import shortened
 from pipelines.server.api.errors import ApiError, bad_request
-from pipelines.server.api.response_requests import MAX_ITEMS, CountInputRequest, InputMessage, Item
+from pipelines.server.api.response_requests import MAX_ITEMS, CountInputRequest, InputItem, InputMessage, Item
 from pipelines.server.responses.store import ResponseStore
 
 R = TypeVar("R", bound=CountInputRequest)
@@ -51,12 +51,14 @@ async def with_history(body: R, store: ResponseStore | None, owner: str | None) 
 
 
 def input_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
-    """Return items as GET /v1/responses/{id}/input_items lists them: with distinct ids, and with texts as parts."""
+    """Return items as GET /v1/responses/{id}/input_items lists them: with distinct ids, a status, and texts as parts."""
     listed, ids = [], set[str]()
     for index, item in enumerate(items):
         fields = item.model_dump(exclude_unset=True) | {"type": item.type}
         if isinstance(item, InputMessage) and isinstance(item.content, str):
             fields["content"] = [_text_part(item.role, item.content)]
+        if isinstance(item, InputItem):
+            fields["status"] = item.status or "completed"
         if not isinstance(fields.get("id"), str) or fields["id"] in ids:
             fields["id"] = f"item_{response_id.removeprefix('resp_')}_{index}"
         ids.add(fields["id"])

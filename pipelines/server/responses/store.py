@@ -72,7 +72,7 @@ class ResponseStore:
         """`clock`: returns seconds since 1970. Raises UserError if the file cannot be created."""
         self._path = None if config.response_store == MEMORY else Path(str(config.response_store)).expanduser()
         self.max_conversation = num_bytes(config.max_body)
-        """Most bytes of a stored response that a request can continue: as many as a request with all items can have."""
+        """Most bytes of a stored response that a request can continue, because it would send as many without a store."""
         self._max_bytes = num_bytes(config.response_store_size)
         self._max_count = config.response_store_count
         self._age_s = config.response_store_age_s

@@ -150,7 +150,11 @@ def test_fields_become_the_chats() -> None:
 @each(
     ("fields", "param", "message"),
     [
-        ({"conversation": "conv_1"}, "conversation", "conversation is not supported: there are no conversation objects"),
+        (
+            {"conversation": "conv_1"},
+            "conversation",
+            "conversation is not supported: there are no conversation objects",
+        ),
         ({"prompt": {"id": "p"}}, "prompt", "prompt is not supported"),
         ({"input": []}, "input", "at least 1 item"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
