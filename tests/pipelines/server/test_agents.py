@@ -50,10 +50,10 @@ class ScriptedEngine(FakeEngine):
 class Agent:
     """A client of one server, with the prompts that the engine got."""
 
-    def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, *texts: str, **config: Any) -> None:
         self.engine = ScriptedEngine(*texts)
         self.tokenizer = tokenizer
-        self.service = service_of(self.engine)
+        self.service = service_of(self.engine, **config)
         self._app = create_app(self.service, Chat(self.tokenizer, ServeConfig()), {})
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -159,6 +159,23 @@ async def responses_agent(tokenizer: Tokenizer) -> None:
     num_tokens = len(agent.engine.submitted[-1].prompt_token_ids)
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": num_tokens}
     assert "tools.custom" in warned(counted)
+    await check_stored(agent, items)
+
+
+async def check_stored(agent: Agent, items: list[Any]) -> None:
+    """A server that stores responses gives the engine the same prompts, if it gets only the new items of each turn."""
+    texts = f"<think>Look.</think>\n\n{READ}", f"I read on.\n{READ}", "Done."
+    storing, previous = Agent(agent.tokenizer, *texts, response_store="memory"), None
+    for turn in (items[:2], items[4:9], items[11:12]):  # without the items of answers
+        body = responses_body(turn) | {"previous_response_id": previous}
+        response = await storing.post("/v1/responses", body)
+        assert ("store" in warned(response), response.status_code) == (False, 200)
+        previous = [event.data for event in parsed(response.text)][-1]["response"]["id"]
+    assert [submit.prompt_token_ids for submit in storing.engine.submitted] == [
+        submit.prompt_token_ids for submit in agent.engine.submitted[:3]
+    ]
+    assert storing.service.response_store
+    await storing.service.response_store.close()
 
 
 COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")

@@ -36,9 +36,13 @@ def routes() -> list[tuple[str, str]]:
 
 def app_of_any() -> ASGIApp:
     async def made() -> ASGIApp:
-        return app_of(service_of(FakeEngine()))
+        return app_of(storing())
 
     return run_async(made())
+
+
+def storing() -> Service:
+    return service_of(FakeEngine(), response_store="memory")
 
 
 def test_there_are_not_other_routes() -> None:
@@ -49,7 +53,9 @@ def test_there_are_not_other_routes() -> None:
         ("POST", "/v1/rerank"), ("POST", "/rerank"), ("POST", "/v2/rerank"), ("POST", "/v1/score"), ("POST", "/score"),
         ("POST", "/classify"), ("POST", "/pooling"),
         ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
-        ("POST", "/v1/responses/input_tokens"),
+        ("POST", "/v1/responses/input_tokens"), ("GET", "/v1/responses/{response_id}"),
+        ("DELETE", "/v1/responses/{response_id}"), ("POST", "/v1/responses/{response_id}/cancel"),
+        ("GET", "/v1/responses/{response_id}/input_items"),
         ("POST", "/v1/files"), ("GET", "/v1/files"),
         ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
@@ -61,11 +67,11 @@ def test_there_are_not_other_routes() -> None:
 @each(("method", "path"), routes())
 def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
     path = path.replace("{model:path}", "tiny")
-    without = ask(method, path, keys=KEYS, json={})
+    without = ask(method, path, storing(), KEYS, json={})
     assert (without.status_code == 401) == (path not in ("/health", "/ready"))
-    wrong = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-2"})
+    wrong = ask(method, path, storing(), KEYS, json={}, headers={"authorization": "Bearer secret-2"})
     assert wrong.status_code == without.status_code
-    right = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-1"})
+    right = ask(method, path, storing(), KEYS, json={}, headers={"authorization": "Bearer secret-1"})
     assert right.status_code in (
         (404,) if "{" in path else (415,) if path == "/v1/files" and method == "POST" else (200, 400)
     )
@@ -403,7 +409,7 @@ def test_pages_from_elsewhere() -> None:
 
 
 def test_the_description_names_every_route_and_body() -> None:
-    document = ask("GET", "/openapi.json").json()
+    document = ask("GET", "/openapi.json", storing()).json()
     described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     assert described == {(method, path.replace(":path", "")) for method, path in routes()}
     assert "422" not in json.dumps(document["paths"])

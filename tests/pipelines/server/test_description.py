@@ -8,9 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings, strategies
 from hypothesis.errors import Unsatisfiable
 
+from pipelines.server.service import Service
 from tests.helpers.cases import each
 from tests.helpers.fake_engine import FakeEngine, ready_for
-from tests.helpers.local_http import CHAT, app_of, ask, service_of
+from tests.helpers.local_http import CHAT, app_of, ask, asking, service_of
+from tests.helpers.serving import run_async
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="needs the extra test-clients")
 schemathesis = pytest.importorskip("schemathesis", reason="needs the extra test-clients")
@@ -31,10 +33,14 @@ pytestmark = pytest.mark.long
 async def fresh(scope: Any, receive: Any, send: Any) -> None:
     """Return an application for each request, because each runs in its own loop here."""
     if scope["type"] == "http":
-        await app_of(service_of(FakeEngine(**ready_for(scope["path"]))))(scope, receive, send)
+        await app_of(storing(FakeEngine(**ready_for(scope["path"]))))(scope, receive, send)
 
 
-SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
+def storing(engine: FakeEngine) -> Service:
+    return service_of(engine, response_store="memory")
+
+
+SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json", storing(FakeEngine())).json())
 SCHEMA.app = fresh
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -111,6 +117,20 @@ def test_states_files_and_batches_are_as_described() -> None:
     check_described(ask("GET", f"/v1/files/{file}"), "/v1/files/{file_id}")
     check_described(ask("GET", "/v1/batches"), "/v1/batches")
     assert check_described(ask("DELETE", f"/v1/files/{file}"), "/v1/files/{file_id}")["deleted"]
+
+
+def test_stored_responses_are_as_described() -> None:
+    async def test() -> None:
+        async with asking(app_of(storing(FakeEngine()))) as client:
+            path, body = "/v1/responses/{response_id}", {"input": "hello", "max_output_tokens": 3}
+            queued = check_described(
+                await client.post("/v1/responses", json=body | {"background": True}), "/v1/responses"
+            )
+            for method, suffix in (("POST", "/cancel"), ("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+                answer = await client.request(method, path.format(response_id=queued["id"]) + suffix)
+                check_described(answer, path + suffix)
+
+    run_async(test())
 
 
 @strategies.composite

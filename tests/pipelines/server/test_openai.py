@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, prefixes: dict[str, str]) -> I
     # Hydra does not accept {...} under -O
     prefix_options = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]
     folder = tmp_path_factory.mktemp("served") / "run"
-    with served(folder, "decode.seed=5", *prefix_options) as (_, url):
+    with served(folder, "decode.seed=5", "serve.response_store=memory", *prefix_options) as (_, url):
         yield f"{url}/v1"
 
 
@@ -151,9 +151,19 @@ def test_responses_are_chats(client: openai.OpenAI, engine: Engine) -> None:
     with client.responses.stream(**asked) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(texts) == expected
-    with pytest.raises(openai.BadRequestError, match="nothing is kept") as caught:
+    with pytest.raises(openai.BadRequestError, match="is not found: send the whole conversation") as caught:
         client.responses.create(**asked, previous_response_id="r")
-    assert caught.value.param == "previous_response_id"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    del asked["store"]
+    first = client.responses.create(**asked)
+    more: Any = [{"role": "user", "content": "And 4 + 5?"}]
+    continued = client.responses.create(**asked | {"input": more}, previous_response_id=first.id)
+    whole = client.responses.create(**asked | {"input": [*MESSAGES, *first.to_dict()["output"], *more]})  # type: ignore[misc]
+    assert continued.output_text == whole.output_text
+    assert continued.usage is not None
+    assert whole.usage is not None
+    assert continued.usage.input_tokens == whole.usage.input_tokens
+    assert continued.usage.input_tokens_details.cached_tokens > 0
 
 
 class Ball(BaseModel):
