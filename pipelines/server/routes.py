@@ -113,10 +113,12 @@ def _handler(
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body: Any = parse_request(route.kind, await request.body())
-        if kept is not None and isinstance(body, ResponseRequest) and body.background:
-            return await kept.start(request.state.record, body)
         session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
-        seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
+        is_background = bool(getattr(body, "background", False))
+        has_own_limit = is_background or bool(getattr(body, "stream", False))
+        seconds = timeout_s(request.headers, service.config.request_timeout_s, has_own_limit)
+        if is_background and kept is not None:
+            return await kept.start(session, body, seconds)
         return EngineResponse(
             service,
             session,

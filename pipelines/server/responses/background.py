@@ -4,7 +4,7 @@ import asyncio
 import logging
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -18,7 +18,6 @@ from pipelines.server.api.skipping import header_of
 from pipelines.server.continuation import continued
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.generation_routes import response_writer
-from pipelines.server.records import Record
 from pipelines.server.responses.history import input_items
 from pipelines.server.responses.store import ResponseStore, StoredResponse
 from pipelines.server.service import Service
@@ -36,6 +35,7 @@ class _Run:
 
     session: EngineSession
     writer: ResponseWriter
+    timeout_s: float
     items: list[dict[str, Any]]
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,28 +62,24 @@ class KeptResponses:
         self._running: dict[tuple[str | None, str], _Run] = {}
         self._tasks = set[asyncio.Task[None]]()
 
-    async def start(self, request: Record, body: ResponseRequest) -> JSONResponse:
-        """Begin a background response and return it as queued. Raises ApiError.
-
-        `request`: record of the request. The response has a record of its own, because it ends later.
-        """
+    async def start(self, session: EngineSession, body: ResponseRequest, timeout_s: float) -> JSONResponse:
+        """Begin a background response and return it as queued. Raises ApiError."""
         if body.stream:
             raise not_allowed(
                 "stream", True, "with background=true poll GET /v1/responses/ID, or leave one of them out"
             )
         if body.store is False:
             raise not_allowed("store", False, "background=true needs a stored response, give true")
-        service, record = self._service, Record(request.id, request.method, request.path, key=request.key)
-        session = service.session(record, body, "resp_", None)
+        record = session.record = replace(session.record)  # the request ends earlier and is logged alone
         with ExitStack() as resources:
-            resources.enter_context(service.admission.place(1, service.config.request_timeout_s))
+            resources.enter_context(self._service.admission.place(1, timeout_s))
             writer = await response_writer(body, session, self._chat)
             queued = writer.response("queued")
-            run = _Run(session, writer, input_items(writer.request.items, queued["id"]))
+            run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
             if not await self._store.save(record.key, queued, run.items):
                 raise ApiError(503, "the response cannot be stored: leave background out", code="response_store")
             self._running[record.key, queued["id"]] = run
-            service.began()
+            self._service.began()
             task = asyncio.create_task(self._finish(run, resources.pop_all()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,7 +124,7 @@ class KeptResponses:
     async def _finish(self, run: _Run, resources: ExitStack) -> None:
         """Generate and store a response, then release its `resources`."""
         record, reason = run.session.record, None
-        ends = Ends(run.receive, self._service.config.request_timeout_s, self._service.stopping)
+        ends = Ends(run.receive, run.timeout_s, self._service.stopping)
         try:
             with resources, renamed_errors(NAMES):
                 await ends.run(continued(run.session, run.writer.generation, run.writer, False))

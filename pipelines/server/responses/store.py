@@ -27,10 +27,11 @@ T = TypeVar("T")
 
 MEMORY = "memory"
 LOCKED_S = 0.2  # longest wait for the lock of another process
-TABLES = """
-PRAGMA locking_mode = EXCLUSIVE;
+OURS = 0x51525350  # application id of the file
+TABLES = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
+PRAGMA application_id = {OURS};
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
     owner TEXT NOT NULL,
@@ -164,6 +165,11 @@ class ResponseStore:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self._path or ":memory:", timeout=LOCKED_S, check_same_thread=False)
         try:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            ((num_tables,),) = connection.execute("SELECT count(*) FROM sqlite_master")
+            ((application,),) = connection.execute("PRAGMA application_id")
+            if num_tables and application != OURS:
+                raise sqlite3.OperationalError("it is a database of another program")
             connection.executescript(TABLES)
         except sqlite3.Error:
             connection.close()

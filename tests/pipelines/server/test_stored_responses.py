@@ -256,6 +256,12 @@ async def check_background_responses_that_fail_say_so(tmp_path: Path) -> None:
         assert failed.error is not None
         assert (failed.error.code, failed.error.message.split("=")[0]) == ("invalid_prompt", "max_output_tokens")
         engine.refusal = None
+        queued = await server.answer(background=True, extra_headers={"x-request-timeout": "0.01"})
+        failed = await server.ended(queued.id)
+        assert failed.error is not None
+        assert "longer than its time limit of 0.01 s" in failed.error.message
+        with pytest.raises(openai.BadRequestError, match="leave Last-Event-ID out"):
+            await server.answer(background=True, extra_headers={"last-event-id": ""})
         queued = await server.answer(background=True)
         server.service.stopping.set()
         failed = await server.ended(queued.id)
@@ -380,10 +386,12 @@ async def check_a_corrupt_file(tmp_path: Path) -> None:
 async def check_another_programs_database(tmp_path: Path) -> None:
     path = tmp_path / "other.sqlite"
     with closing(sqlite3.connect(path)) as other:
-        other.execute("CREATE TABLE responses (number INTEGER, size INTEGER)")
+        other.execute("CREATE TABLE runs (number INTEGER)")
         other.commit()
+    content = path.read_bytes()
     async with serving(response_store=str(path)) as server:
         await check_fails(server)
+    assert path.read_bytes() == content
 
 
 async def check_a_locked_file(tmp_path: Path) -> None:
