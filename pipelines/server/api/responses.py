@@ -76,15 +76,7 @@ class ResponseWriter:
         """Return the response object with this status."""
         info = self._chat.generation.info
         request = self.request.model_dump(by_alias=True, exclude={"input"})
-        names = (
-            "previous_response_id",
-            "instructions",
-            "max_output_tokens",
-            "temperature",
-            "top_p",
-            "metadata",
-            "user",
-        )
+        names = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -96,6 +88,7 @@ class ResponseWriter:
             "output": [dict(item) for item in self._output] if status != "in_progress" else [],
             "background": bool(request["background"]),
             "parallel_tool_calls": request["parallel_tool_calls"] is not False,
+            "previous_response_id": request["previous_response_id"],
             "reasoning": request["reasoning"] or {"effort": None},
             "store": self.is_stored,
             "text": {"format": (request["text"] or {}).get("format") or {"type": "text"}},

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from starlette.responses import JSONResponse
+import msgspec
+from starlette.responses import Response
 from starlette.types import Message
 
 from pipelines.server.api.conversation import Chat
@@ -53,7 +54,7 @@ class _Run:
 
 
 class KeptResponses:
-    """The stored and the running responses. Every method takes the name of an API key, which sees only its own."""
+    """The stored and the running responses. `owner`, the name of an API key, finds only the key's own responses."""
 
     def __init__(self, service: Service, chat: Chat, store: ResponseStore) -> None:
         self._service = service
@@ -62,7 +63,7 @@ class KeptResponses:
         self._running: dict[tuple[str | None, str], _Run] = {}
         self._tasks = set[asyncio.Task[None]]()
 
-    async def start(self, session: EngineSession, body: ResponseRequest, timeout_s: float) -> JSONResponse:
+    async def start(self, session: EngineSession, body: ResponseRequest, timeout_s: float) -> Response:
         """Begin a background response and return it as queued. Raises ApiError."""
         if body.stream:
             raise not_allowed(
@@ -83,7 +84,7 @@ class KeptResponses:
             task = asyncio.create_task(self._finish(run, resources.pop_all()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        answer = JSONResponse(queued)
+        answer = json_response(queued)
         answer.raw_headers += header_of(record.warnings)
         return answer
 
@@ -143,6 +144,11 @@ class KeptResponses:
         run.ended.set()
         record.status = 200
         self._service.done(record, is_logged=True)
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    """Return a response. Schemas of tools may have infinite numbers, which JSONResponse refuses."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _missing(id: str) -> ApiError:

@@ -27,10 +27,8 @@ async def with_history(body: R, store: ResponseStore | None, owner: str | None) 
     if store is None:
         message = f"{FIELD} is not supported: nothing is kept between requests without serve.response_store"
         raise _not_found(f"{message}: send the whole conversation")
-    stored, given = (
-        await store.find(owner, body.previous_response_id),
-        f"{FIELD}={shortened(body.previous_response_id)}",
-    )
+    given = f"{FIELD}={shortened(body.previous_response_id)}"
+    stored = await store.find(owner, body.previous_response_id)
     if stored is None:
         raise _not_found(f"{given} is not found: send the whole conversation")
     if (status := stored.response["status"]) not in COMPLETE:

@@ -30,7 +30,7 @@ LOCKED_S = 0.2  # longest wait for the lock of another process
 OURS = 0x51525350  # application id of the file
 TABLES = f"""
 PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;
+PRAGMA synchronous = NORMAL;  -- no fsync in each commit
 PRAGMA application_id = {OURS};
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
@@ -42,16 +42,7 @@ CREATE TABLE IF NOT EXISTS responses (
     items BLOB NOT NULL,
     UNIQUE (owner, id)
 );
-CREATE INDEX IF NOT EXISTS sizes ON responses (number, size);
-"""
-# With an exclusive lock, WAL needs no shared memory, which a full disk could break, and a commit needs no fsync.
-EVICT = """
-DELETE FROM responses WHERE created <= ? OR number IN (
-    SELECT number FROM (
-        SELECT number, row_number() OVER newest AS place, sum(size) OVER newest AS total
-        FROM responses WINDOW newest AS (ORDER BY number DESC)
-    ) WHERE place > ? OR total > ?
-)
+CREATE INDEX IF NOT EXISTS sizes ON responses (number, size, created);
 """
 
 
@@ -105,7 +96,7 @@ class ResponseStore:
             row = (owner or "", response["id"], now, size, *contents)
             columns = "(owner, id, created, size, response, items)"
             connection.execute(f"INSERT OR REPLACE INTO responses {columns} VALUES (?, ?, ?, ?, ?, ?)", row)
-            connection.execute(EVICT, (now - self._age_s, self._max_count, self._max_bytes))
+            self._evict(connection, now)
             return True
 
         try:
@@ -157,6 +148,19 @@ class ResponseStore:
             message = "the stored responses cannot be used now: send the request again, or the whole conversation"
             raise ApiError(503, message, SERVER_ERROR, code="response_store", headers={"retry-after": "1"}) from error
 
+    def _evict(self, connection: sqlite3.Connection, now: float) -> None:
+        """Delete the oldest responses until all limits hold."""
+        ((count, size),) = connection.execute("SELECT count(*), sum(size) FROM responses")
+        numbers = []
+        for number, row_size, created in connection.execute(
+            "SELECT number, size, created FROM responses ORDER BY number"
+        ):
+            if count <= self._max_count and size <= self._max_bytes and created > now - self._age_s:
+                break
+            numbers.append((number,))
+            count, size = count - 1, size - row_size
+        connection.executemany("DELETE FROM responses WHERE number = ?", numbers)
+
     def _opened(self) -> sqlite3.Connection:
         """Return the connection. It is opened again after a lock or a corrupt file, which may be gone."""
         if self._connection is not None:
@@ -165,6 +169,7 @@ class ResponseStore:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self._path or ":memory:", timeout=LOCKED_S, check_same_thread=False)
         try:
+            # With an exclusive lock, WAL needs no shared memory, whose truncated file would end the process with SIGBUS.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             ((num_tables,),) = connection.execute("SELECT count(*) FROM sqlite_master")
             ((application,),) = connection.execute("PRAGMA application_id")

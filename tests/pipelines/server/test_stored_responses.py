@@ -138,6 +138,12 @@ async def check_responses_are_read_and_deleted(tmp_path: Path) -> None:
                 await call(first.id)
         deleted = await server.http.delete(f"/v1/responses/{second.id}")
         assert deleted.json() == {"id": second.id, "object": "response", "deleted": True}
+        tool: Any = {"type": "mcp", "most": float("inf")}
+        content = json.dumps({"input": "Hi", "tools": [tool], "background": True, **SETTINGS})
+        headers = {"content-type": "application/json"}
+        queued = await server.http.post("/v1/responses", content=content.replace("Infinity", "1e999"), headers=headers)
+        assert queued.status_code == 200, queued.text
+        assert (await server.ended(queued.json()["id"])).tools
         third = await server.answer()
         with pytest.raises(openai.BadRequestError, match="include.* is not supported") as refused:
             await server.alice.responses.retrieve(third.id, include=["reasoning.encrypted_content"])
