@@ -1,4 +1,4 @@
-"""Conversations of stored responses: the items before a request's input, and the items that a response is stored with."""
+"""Conversations of stored responses: the items before a request's input, and the items stored with a response."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ async def with_history(body: R, store: ResponseStore | None, owner: str | None) 
 
 
 def input_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
-    """Return items as GET /v1/responses/{id}/input_items lists them: with distinct ids, a status, and texts as parts."""
+    """Return items as the route input_items lists them: with distinct ids, a status, and texts as parts."""
     listed, ids = [], set[str]()
     for index, item in enumerate(items):
         fields = item.model_dump(exclude_unset=True) | {"type": item.type}

@@ -64,7 +64,7 @@ class ResponseStore:
         """`clock`: returns seconds since 1970. Raises UserError if the file cannot be created."""
         self._path = None if config.response_store == MEMORY else Path(str(config.response_store)).expanduser()
         self.max_conversation = num_bytes(config.max_body)
-        """Most bytes of a stored response that a request can continue, because it would send as many without a store."""
+        """Most bytes of a stored response that a request can continue. Without a store the request would send them."""
         self._max_bytes = num_bytes(config.response_store_size)
         self._max_count = config.response_store_count
         self._age_s = config.response_store_age_s
@@ -92,6 +92,8 @@ class ResponseStore:
             now, contents = self._clock(), (msgspec.json.encode(response), msgspec.json.encode(items))
             size = sum(map(len, contents))
             if size > self._max_bytes:
+                limit = f"serve.response_store_size allows {self._max_bytes}"
+                log.warning("a response with its conversation has %d bytes, and %s: it is not stored", size, limit)
                 return False
             row = (owner or "", response["id"], now, size, *contents)
             columns = "(owner, id, created, size, response, items)"
@@ -119,7 +121,8 @@ class ResponseStore:
 
     async def remove(self, owner: str | None, id: str) -> bool:
         """Delete a response of an API key. Return whether there was one. Raises ApiError (503)."""
-        query, values = "DELETE FROM responses WHERE owner = ? AND id = ?", (owner or "", id)
+        query = "DELETE FROM responses WHERE owner = ? AND id = ? AND created > ?"
+        values = (owner or "", id, self._clock() - self._age_s)
         return await self._run(lambda connection: connection.execute(query, values).rowcount > 0)
 
     async def close(self) -> None:
@@ -169,7 +172,7 @@ class ResponseStore:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self._path or ":memory:", timeout=LOCKED_S, check_same_thread=False)
         try:
-            # With an exclusive lock, WAL needs no shared memory, whose truncated file would end the process with SIGBUS.
+            # With an exclusive lock, WAL maps no file into memory. If such a file is cut, SIGBUS ends the process.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             ((num_tables,),) = connection.execute("SELECT count(*) FROM sqlite_master")
             ((application,),) = connection.execute("PRAGMA application_id")
@@ -191,5 +194,7 @@ class ResponseStore:
     def _warn(self, error: Exception) -> None:
         """Log the first of consecutive faults."""
         if not self._has_failed:
-            log.warning("serve.response_store=%s cannot be used (%s): responses are not stored", self._path, error)
+            log.warning(
+                "serve.response_store=%s cannot be used (%s): responses are not stored", self._path or MEMORY, error
+            )
         self._has_failed = True
