@@ -139,11 +139,13 @@ class KeptResponses:
             response, reason = run.writer.failed(failed()).data["response"], "failed"
         finally:
             run.session.end(reason)
-        await self._store.save(record.key, response, run.items)
-        del self._running[record.key, response["id"]]
-        run.ended.set()
-        record.status = 200
-        self._service.done(record, is_logged=True)
+        try:
+            await self._store.save(record.key, response, run.items)
+        finally:
+            del self._running[record.key, response["id"]]
+            run.ended.set()
+            record.status = 200
+            self._service.done(record, is_logged=True)
 
 
 def json_response(content: dict[str, Any]) -> Response:
