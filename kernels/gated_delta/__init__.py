@@ -37,6 +37,7 @@ def gated_delta(
     reads: Tensor,
     writes: Tensor,
     ends: Tensor,
+    context_lengths: Tensor,
 ) -> Tensor:
     """Return [T, H * D], as `reference.gated_delta` does. The bits of a row depend only on its sequence."""
     inputs, of_heads, slots = (qkv, decay, write_gate), (decay_log, decay_bias), (query_starts, reads, writes, ends)

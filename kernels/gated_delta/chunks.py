@@ -1,26 +1,25 @@
 """Prompts of the gated delta rule in chunks (arXiv 2412.06464, section 3.3). The updates of a chunk depend on each other
 by a triangular system. Its inverse is computed for all chunks at once; then one program computes some columns of one
-head of one sequence, chunk by chunk."""
+head of one sequence, chunk by chunk. The tokens before and after whole chunks are computed one by one."""
 
 import triton
 import triton.language as tl
 
 from kernels.state_panels.triton import (
-    chunk_end,
     decays_of_chunk,
-    first_panel_of_chunks,
     panel_of_slot,
+    place_in_panels,
     product,
+    rows_of_sequence,
     softplus,
 )
 
 
 @triton.jit
-def _log_of_decays(decay, decay_log, decay_bias, token, in_chunk):
+def _log_of_decays(decay, decay_log, decay_bias, token):
     head, num_heads = tl.program_id(1), tl.num_programs(1)
-    step = tl.load(decay + token * num_heads + head, mask=in_chunk, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(decay_log + head))
-    return tl.where(in_chunk, -rate * softplus(step + tl.load(decay_bias + head)), 0.0)
+    step = tl.load(decay + token * num_heads + head).to(tl.float32)
+    return -tl.exp(tl.load(decay_log + head)) * softplus(step + tl.load(decay_bias + head))
 
 
 @triton.jit
@@ -31,6 +30,7 @@ def invert_chunks(
     decay_log,
     decay_bias,
     query_starts,
+    context_lengths,
     ends,
     inverses,
     num_key_heads,
@@ -42,35 +42,29 @@ def invert_chunks(
 ):
     """Store (I + L)^-1 diag(beta) of each chunk in `inverses` [T, H, CHUNK], where L[i, j] of j < i is beta_i k_i^T k_j
     times the decays between. By substitution: powers of L are large where keys are equal, as of a repeated token."""
-    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    start, end, kept = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1), tl.load(ends + sequence)
-    if end - start < CHUNK:
-        return
-    i, row, t, number = tl.arange(0, CHUNK), tl.arange(0, ROWS), start, 0
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    _start, first_row, stop, _end = rows_of_sequence(query_starts, context_lengths, ends, CHUNK)
+    i, row, t = tl.arange(0, CHUNK), tl.arange(0, ROWS), first_row + tl.program_id(2) * CHUNK
     key_size = num_key_heads * key_channels
     key, width = key_size + head // group % num_key_heads * key_channels, 2 * key_size + num_heads * value_channels
-    while t < end:
-        stop = chunk_end(t, kept, end, CHUNK)
-        if number % tl.num_programs(2) == tl.program_id(2):
-            token, in_chunk = t + i, t + i < stop
-            squares, scores = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-            for first in range(0, key_channels, ROWS):
-                in_keys = in_chunk[:, None] & (first + row < key_channels)
-                k = tl.load(qkv + token[:, None] * width + key + first + row, mask=in_keys, other=0.0).to(tl.float32)
-                squares, scores = squares + tl.sum(k * k, 1), scores + product(k, tl.trans(k))
-            _, _, between, _ = decays_of_chunk(_log_of_decays(decay, decay_log, decay_bias, token, in_chunk), CHUNK)
-            gate = tl.load(write_gate + token * num_heads + head, mask=in_chunk, other=0.0).to(tl.float32)
-            unit, beta = tl.rsqrt(squares + 1e-6), tl.where(in_chunk, 1.0 / (1.0 + tl.exp(-gate)), 0.0)
-            scores *= between * (beta * unit)[:, None] * unit
-            lower = tl.trans(tl.where(i[:, None] > i, scores, 0.0))
-            inverse = tl.where(i[:, None] == i, 1.0, 0.0)
-            for later in range(1, CHUNK):
-                of_row = tl.sum(tl.where(i == later, lower, 0.0), 1)
-                inverse -= tl.where(i[:, None] == later, tl.sum(of_row[:, None] * inverse, 0), 0.0)
-            at = inverses + (token[:, None] * num_heads + head) * CHUNK + i
-            tl.store(at, inverse * beta, mask=in_chunk[:, None])
-        t = stop
-        number += 1
+    while t < stop:
+        token = t + i
+        squares, scores = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+        for first in range(0, key_channels, ROWS):
+            in_keys = (first + row < key_channels)[None, :]
+            k = tl.load(qkv + token[:, None] * width + key + first + row, mask=in_keys, other=0.0).to(tl.float32)
+            squares, scores = squares + tl.sum(k * k, 1), scores + product(k, tl.trans(k))
+        _, _, between, _ = decays_of_chunk(_log_of_decays(decay, decay_log, decay_bias, token), CHUNK)
+        gate = tl.load(write_gate + token * num_heads + head).to(tl.float32)
+        unit, beta = tl.rsqrt(squares + 1e-6), 1.0 / (1.0 + tl.exp(-gate))
+        scores *= between * (beta * unit)[:, None] * unit
+        lower = tl.trans(tl.where(i[:, None] > i, scores, 0.0))
+        inverse = tl.where(i[:, None] == i, 1.0, 0.0)
+        for later in range(1, CHUNK):
+            of_row = tl.sum(tl.where(i == later, lower, 0.0), 1)
+            inverse -= tl.where(i[:, None] == later, tl.sum(of_row[:, None] * inverse, 0), 0.0)
+        tl.store(inverses + (token[:, None] * num_heads + head) * CHUNK + i, inverse * beta)
+        t += tl.num_programs(2) * CHUNK
 
 
 @triton.jit
@@ -80,55 +74,48 @@ def gated_delta_chunks(
     decay_log,
     decay_bias,
     inverses,
-    states,
     panels,
     query_starts,
-    reads,
-    writes,
+    context_lengths,
     ends,
     out,
     num_key_heads,
     value_channels,
     key_channels,
     group,
-    SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    if end - start < CHUNK:
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    start, t, stop, _ = rows_of_sequence(query_starts, context_lengths, ends, CHUNK)
+    if t == stop:
         return
-    panel = first_panel_of_chunks(
-        panels, states, reads, writes, ends, start, end, key_channels, SIZE, COLUMNS, CHUNK, ROWS
-    )
-    write, kept, t, row = tl.load(writes + sequence), tl.load(ends + sequence), start, tl.arange(0, ROWS)
-    stored = panel_of_slot(states, write, key_channels, ROWS, COLUMNS)
+    panel, row = panel_of_slot(panels, place_in_panels(start, CHUNK), key_channels, ROWS, COLUMNS), tl.arange(0, ROWS)
     i, value = tl.arange(0, CHUNK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     key, key_size = head // group % num_key_heads * key_channels, num_key_heads * key_channels
     width, scale = 2 * key_size + num_heads * value_channels, 1.0 / tl.sqrt(key_channels.to(tl.float32))
-    while t < end:
-        stop, token = chunk_end(t, kept, end, CHUNK), t + i
-        in_chunk, inputs = token < stop, qkv + token[:, None] * width
+    while t < stop:
+        token = t + i
+        inputs = qkv + token[:, None] * width
         scores = tl.zeros([CHUNK, CHUNK], tl.float32)
         q_squares, k_squares = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         q_matrix, k_matrix = tl.zeros([CHUNK, COLUMNS], tl.float32), tl.zeros([CHUNK, COLUMNS], tl.float32)
         for first in range(0, key_channels, ROWS):
             in_rows = first + row < key_channels
             matrix = tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
-            in_keys, queries = in_chunk[:, None] & in_rows, inputs + key + first + row
+            in_keys, queries = in_rows[None, :], inputs + key + first + row
             q = tl.load(queries, mask=in_keys, other=0.0).to(tl.float32)
             k = tl.load(queries + key_size, mask=in_keys, other=0.0).to(tl.float32)
             q_squares, k_squares = q_squares + tl.sum(q * q, 1), k_squares + tl.sum(k * k, 1)
             q_matrix, k_matrix = q_matrix + product(q, matrix), k_matrix + product(k, matrix)
             scores += product(q, tl.trans(k))
-        log = _log_of_decays(decay, decay_log, decay_bias, token, in_chunk)
+        log = _log_of_decays(decay, decay_log, decay_bias, token)
         to, after, between, decay_of_all = decays_of_chunk(log, CHUNK)
         q_unit, k_unit = tl.rsqrt(q_squares + 1e-6) * scale, tl.rsqrt(k_squares + 1e-6)
-        is_output, of_head = in_chunk[:, None] & (value < value_channels), head * value_channels + value
+        is_output, of_head = (value < value_channels)[None, :], head * value_channels + value
         v = tl.load(inputs + 2 * key_size + of_head, mask=is_output, other=0.0).to(tl.float32)
-        inverse = tl.load(inverses + (token[:, None] * num_heads + head) * CHUNK + i, mask=in_chunk[:, None], other=0.0)
+        inverse = tl.load(inverses + (token[:, None] * num_heads + head) * CHUNK + i)
         delta = k_unit[:, None] * product(inverse, v - (to * k_unit)[:, None] * k_matrix)
         y = q_unit[:, None] * (to[:, None] * q_matrix + product(scores * between, delta))
         tl.store(
@@ -139,11 +126,9 @@ def gated_delta_chunks(
         for first in range(0, key_channels, ROWS):
             in_rows = first + row < key_channels
             keys = inputs + key_size + key + first + row
-            k = tl.load(keys, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            k = tl.load(keys, mask=in_rows[None, :], other=0.0).to(tl.float32)
             matrix = decay_of_all * tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
             matrix += product(tl.trans(k), delta)
             tl.store(panel + first * COLUMNS, matrix, mask=in_rows[:, None])
-            if (stop == kept) & (write >= 0):
-                tl.store(stored + first * COLUMNS, matrix, mask=in_rows[:, None])
         tl.debug_barrier()
-        t = stop
+        t += CHUNK

@@ -20,6 +20,7 @@ def gated_delta(
     reads: Tensor,
     writes: Tensor,
     ends: Tensor,
+    context_lengths: Tensor,
 ) -> Tensor:
     """Return o [T, H * D] of the gated delta rule (arXiv 2412.06464, 2510.26692), token by token, in float32.
 
@@ -29,8 +30,9 @@ def gated_delta(
 
     qkv [T, 2 * G * N + H * D] has the heads of q, k and v. Value head h uses the key head (h // group) % G. decay,
     write_gate [T, H] have qkv's dtype; decay_log, decay_bias [H] are float32. decay [T, H * N] and decay_bias [H * N]
-    are also possible: a row of M then has a decay of its own (Kimi Delta Attention). states, query_starts, reads, writes, ends:
-    as of `state_panels.advance`.
+    are also possible: a row of M then has a decay of its own (Kimi Delta Attention). states, query_starts, reads, writes,
+    ends: as of `state_panels.advance`. context_lengths [S]: the tokens of a sequence after the step, of which Triton
+    computes the positions of its chunks.
     """
     num_keys, value_size = states.shape[3], states.shape[1] * value_channels
     key_size, out = (qkv.shape[1] - value_size) // 2, qkv.new_empty(qkv.shape[0], value_size)

@@ -39,6 +39,7 @@ def ssd(
     reads: Tensor,
     writes: Tensor,
     ends: Tensor,
+    context_lengths: Tensor,
 ) -> Tensor:
     """Return [T, H * D], as `reference.ssd` does. The bits of a row depend only on its sequence."""
     slots, of_heads = (query_starts, reads, writes, ends), (dt_bias, decay_log, skip)

@@ -1,15 +1,15 @@
 """Prompts of Mamba-2's state space layer in chunks (arXiv 2405.21060, section 6). One program computes some columns of
-one head of one sequence, chunk by chunk."""
+one head of one sequence, chunk by chunk. The tokens before and after whole chunks are computed one by one."""
 
 import triton
 import triton.language as tl
 
 from kernels.state_panels.triton import (
-    chunk_end,
     decays_of_chunk,
-    first_panel_of_chunks,
     panel_of_slot,
+    place_in_panels,
     product,
+    rows_of_sequence,
     softplus,
 )
 
@@ -22,10 +22,9 @@ def ssd_chunks(
     decay_log,
     skip,
     out,
-    states,
+    panels,
     query_starts,
-    reads,
-    writes,
+    context_lengths,
     ends,
     width,
     channels,
@@ -33,36 +32,30 @@ def ssd_chunks(
     group,
     min_step,
     max_step,
-    panels,
-    SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    if end - start < CHUNK:
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    start, t, stop, _ = rows_of_sequence(query_starts, context_lengths, ends, CHUNK)
+    if t == stop:
         return
-    panel = first_panel_of_chunks(
-        panels, states, reads, writes, ends, start, end, num_states, SIZE, COLUMNS, CHUNK, ROWS
-    )
-    write, kept, t, row = tl.load(writes + sequence), tl.load(ends + sequence), start, tl.arange(0, ROWS)
-    stored = panel_of_slot(states, write, num_states, ROWS, COLUMNS)
+    panel, row = panel_of_slot(panels, place_in_panels(start, CHUNK), num_states, ROWS, COLUMNS), tl.arange(0, ROWS)
     rate, bias, factor = tl.exp(tl.load(decay_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     b_first, c_first = num_heads * channels, (num_heads * channels + width) // 2
-    while t < end:
-        stop, token = chunk_end(t, kept, end, CHUNK), t + tl.arange(0, CHUNK)
-        in_chunk, inputs = token < stop, xbc + token[:, None] * width
-        step = softplus(tl.load(dt + token * num_heads + head, mask=in_chunk, other=0.0).to(tl.float32) + bias)
-        step = tl.where(in_chunk, tl.minimum(tl.maximum(step, min_step), max_step), 0.0)
-        is_output, of_head = in_chunk[:, None] & (column < channels), head * channels + column
+    while t < stop:
+        token = t + tl.arange(0, CHUNK)
+        inputs, of_head = xbc + token[:, None] * width, head * channels + column
+        is_output = (column < channels)[None, :]
+        step = softplus(tl.load(dt + token * num_heads + head).to(tl.float32) + bias)
+        step = tl.minimum(tl.maximum(step, min_step), max_step)
         x = tl.load(inputs + of_head, mask=is_output, other=0.0).to(tl.float32)
         scores, y = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, COLUMNS], tl.float32)
         for first in range(0, num_states, ROWS):
             state, in_rows = inputs + head // group * num_states + first + row, first + row < num_states
-            b = tl.load(state + b_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
-            c = tl.load(state + c_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            b = tl.load(state + b_first, mask=in_rows[None, :], other=0.0).to(tl.float32)
+            c = tl.load(state + c_first, mask=in_rows[None, :], other=0.0).to(tl.float32)
             matrix = tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
             scores, y = scores + product(c, tl.trans(b)), y + product(c, matrix)
         to, after, between, decay = decays_of_chunk(-rate * step, CHUNK)
@@ -73,11 +66,9 @@ def ssd_chunks(
         u = after[:, None] * u
         for first in range(0, num_states, ROWS):
             state, in_rows = inputs + head // group * num_states + first + row, first + row < num_states
-            b = tl.load(state + b_first, mask=in_chunk[:, None] & in_rows, other=0.0).to(tl.float32)
+            b = tl.load(state + b_first, mask=in_rows[None, :], other=0.0).to(tl.float32)
             matrix = decay * tl.load(panel + first * COLUMNS, mask=in_rows[:, None], other=0.0)
             matrix += product(tl.trans(b), u)
             tl.store(panel + first * COLUMNS, matrix, mask=in_rows[:, None])
-            if (stop == kept) & (write >= 0):
-                tl.store(stored + first * COLUMNS, matrix, mask=in_rows[:, None])
         tl.debug_barrier()
-        t = stop
+        t += CHUNK

@@ -22,6 +22,7 @@ def ssd(
     reads: Tensor,
     writes: Tensor,
     ends: Tensor,
+    context_lengths: Tensor,
 ) -> Tensor:
     """Return y [T, H * D] of Mamba-2's state space layer (arXiv 2405.21060), token by token, in float32.
 
@@ -30,7 +31,8 @@ def ssd(
 
     xbc [T, H * D + 2 * G * N] has x of the heads, then B and C of the groups. Head h uses the group h // group. dt
     [T, H] has xbc's dtype; dt_bias, decay_log (A_log of the checkpoint), skip (D of the paper) [H] are float32. states,
-    query_starts, reads, writes, ends: as of `state_panels.advance`.
+    query_starts, reads, writes, ends: as of `state_panels.advance`. context_lengths [S]: the tokens of a sequence after the
+    step, of which Triton computes the positions of its chunks.
     """
     num_states, size = states.shape[3], states.shape[1] * head_channels
     group_size, out = (xbc.shape[1] - size) // 2, xbc.new_empty(xbc.shape[0], size)

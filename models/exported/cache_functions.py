@@ -20,6 +20,8 @@ CACHE_INDEX_PRODUCERS = {
     ("paged_attention", "block_tables"): {"block_tables"},
     ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
     ("paged_attention", "context_lengths"): {"context_lengths"},
+    ("gated_delta", "context_lengths"): {"context_lengths"},
+    ("ssd", "context_lengths"): {"context_lengths"},
 } | {
     (operator, argument): {producer}
     for operator in ("short_conv", "gated_delta", "ssd")

@@ -140,7 +140,8 @@ class DeltaRule(Module):
         steps = batch.query_starts, batch.state_reads, batch.state_writes, batch.state_ends
         qkv = short_conv(inputs.qkv, self.taps, None, last_inputs, *steps)
         gates = inputs.decay, inputs.write_gate, self.decay_log, self.dt_bias
-        mixed = gated_delta(qkv, *gates, matrices, self.heads.group, self.heads.value_channels, *steps)
+        sizes = self.heads.group, self.heads.value_channels
+        mixed = gated_delta(qkv, *gates, matrices, *sizes, *steps, batch.context_lengths)
         return self.finish(batch.attending(mixed), batch.attending(inputs.output_gate), batch)
 
 

@@ -213,7 +213,7 @@ class Mamba2(Module):
         xbc = short_conv(xbc, self.conv1d.taps, self.conv1d.bias, last_inputs, *cuts)
         group = heads.num_heads // heads.num_groups
         parameters = self.dt_bias, self.A_log, self.D, matrices, group, heads.head_channels, *self.step_limits
-        mixed = batch.attending(ssd(xbc, steps, *parameters, *cuts))
+        mixed = batch.attending(ssd(xbc, steps, *parameters, *cuts, batch.context_lengths))
         gate = batch.attending(gate)
         if self.rank_inputs is not None:
             mixed, gate = self.rank_inputs.gather(mixed), self.rank_inputs.gather(gate)

@@ -149,7 +149,7 @@ def recurred(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
         at(waves(2)),
         at(waves(2) / 2),
     )
-    steps, of_heads = (starts, *slots), inputs[3:]
+    steps, of_heads = (starts, *slots, starts[1:]), inputs[3:]
     other_states, states_of_rows = torch.zeros_like(states), torch.zeros_like(states)
     of_rows = inputs[0], at(waves(rows, 18)), inputs[2], inputs[3], at(waves(18))
     return (

@@ -15,7 +15,7 @@ SEQUENCES = [slice(start, start + length) for start, length in zip(STARTS.tolist
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 
 Recurrence = Callable[..., Tensor]
-"""Computes a slice of the tokens: of the slice, states, query_starts, reads, writes, ends."""
+"""Computes a slice of the tokens: of the slice, states, query_starts, reads, writes, ends, context_lengths."""
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -31,7 +31,7 @@ def compute_sequences(compute: Recurrence, state_shape: tuple[int, ...]) -> tupl
     """Return the result of all sequences together, and the states after the sequences that store one, by sequence."""
     states = torch.full((NUM_SLOTS, *state_shape), torch.nan)
     reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])
-    result = compute(slice(None), states, STARTS, reads, writes, STARTS[1:])
+    result = compute(slice(None), states, STARTS, reads, writes, STARTS[1:], torch.tensor(LENGTHS))
     assert states[[1, 2, 4, 5]].isnan().all()  # of no sequence, or of one without a token
     return result, {s: states[slot] for s, slot in enumerate(writes.tolist()) if slot >= 0 and LENGTHS[s]}
 
@@ -59,8 +59,8 @@ def check_cuts(
             write = number % 2 if number < 3 else max(read, 0)  # also in place
             num_drafts = min(number, length - end)  # which the state must not contain
             piece = slice(start + first, start + end + num_drafts)
-            starts_of_piece = torch.tensor([0, end + num_drafts - first])
-            result = compute(piece, state, starts_of_piece, *torch.tensor([[read], [write], [end - first]]))
+            starts_of_piece, after = torch.tensor([0, end + num_drafts - first]), end + num_drafts
+            result = compute(piece, state, starts_of_piece, *torch.tensor([[read], [write], [end - first], [after]]))
             assert_same(result, together[piece])
             read = write if len(result) else read
         if s in last_states:

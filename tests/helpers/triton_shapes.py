@@ -121,6 +121,7 @@ def rows() -> None:
     steps = starts, slots, slots, starts[1:]
     short_conv(projected, torch.empty(3, 2048, dtype=BF16), None, states, *steps)
     short_conv(projected[:, :2048].contiguous(), torch.empty(3, 2048, dtype=BF16), None, states, *steps)
+    steps = *steps, slots
     gates, matrices = torch.empty(64, 32, dtype=BF16), torch.empty(8, 32, 4, 128, 32)
     qkv = torch.empty(64, 8192, dtype=BF16)
     gated_delta(qkv, gates, gates, torch.empty(32), torch.empty(32), matrices, 2, 128, *steps)

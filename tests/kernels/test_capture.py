@@ -107,6 +107,7 @@ CACHES = [allocate(format, (3, 4, 1), 16, torch.float32, torch.device("cpu")) fo
 HERE, ONE_EACH, LENGTHS = torch.tensor([[0], [2]]), torch.tensor([0, 1, 2]), torch.tensor([1, 1])
 PLACES, STATES, MATRIX_STATES = torch.tensor([0, 1, 8, 9]), torch.ones(3, 2, 16), torch.ones(3, 2, 1, 8, 32)
 SEQUENCES = torch.tensor([0, 1, 4]), *torch.tensor([[0, 2], [-1, 1], [1, 3]])  # query_starts, reads, writes, ends
+MATRIX_STEPS = *SEQUENCES, torch.tensor([5, 9])
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), WeightGroup([UP, UP, UP]), WeightGroup([CODES] * 3)
 
 
@@ -181,11 +182,13 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),
     "all_finite": lambda x: all_finite(x / x[0, 0]),
     "short_conv": lambda x: short_conv(x[:, :48], TABLE[:3, :16], None, STATES, *SEQUENCES),
-    "gated_delta": lambda x: gated_delta(x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, 2, 24, *SEQUENCES),
-    "gated_delta of rows": lambda x: gated_delta(
-        x, x[:, :16], x[:, 2:4], NORM[:2], NORM[:16], MATRIX_STATES, 2, 24, *SEQUENCES
+    "gated_delta": lambda x: gated_delta(
+        x, x[:, :2], x[:, 2:4], NORM[:2], NORM[2:4], MATRIX_STATES, 2, 24, *MATRIX_STEPS
     ),
-    "ssd": lambda x: ssd(x, x[:, :2], *NORM[:6].view(3, 2), MATRIX_STATES, 2, 24, 0.1, 9.0, *SEQUENCES),
+    "gated_delta of rows": lambda x: gated_delta(
+        x, x[:, :16], x[:, 2:4], NORM[:2], NORM[:16], MATRIX_STATES, 2, 24, *MATRIX_STEPS
+    ),
+    "ssd": lambda x: ssd(x, x[:, :2], *NORM[:6].view(3, 2), MATRIX_STATES, 2, 24, 0.1, 9.0, *MATRIX_STEPS),
 }
 
 

@@ -104,7 +104,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         ops.short_conv, wide, randn(3, 22, dtype=dtype), None, states, starts, *torch.tensor([[-1], [1], [num_rows]])
     )
     gates, states, slots = (randn(num_rows, 2, dtype=dtype), wide[:, :2]), torch.zeros(2, 2, 1, 8, 32), starts[:1]
-    steps = (starts, slots - 1, slots + 1, starts[1:])
+    steps = (starts, slots - 1, slots + 1, starts[1:], starts[1:])
     opcheck(ops.gated_delta, wide, *gates, *randn(2, 2), states, 2, 25, *steps)
     opcheck(ops.gated_delta, wide, wide[:, :16], gates[1], randn(2), randn(16), states, 2, 25, *steps)
     opcheck(ops.ssd, wide, gates[0], *randn(3, 2), states, 2, 25, 0.1, torch.inf, *steps)

@@ -322,7 +322,8 @@ void short_conv(Step &step) {
   step.set_result(0, out);
 }
 
-// A sequence whose state is a matrix for each head. The shapes bound its numbers before they are multiplied.
+// A sequence whose state is a matrix for each head. The shapes bound its numbers before they are multiplied. Kernels of a
+// GPU read context_lengths; the CPU computes token by token.
 struct MatrixSequence : Sequence {
   int64_t num_heads, rows, columns, group, size;  // size: of all heads' outputs
 
@@ -332,6 +333,7 @@ struct MatrixSequence : Sequence {
     num_heads = states.shape[1], rows = states.shape[3], size = num_heads * columns;
     const bool fits = states.shape[2] == (columns - 1) / COLUMNS + 1 && rows > 0 && rows <= MAX_ROWS && states.last() == COLUMNS;
     require_fit(num_heads > 0 && fits);
+    step.field("context_lengths", CONTEXT_LENGTHS);
   }
   // Returns the number of groups of `rows` channels, of which x has two for each; the outputs' channels are in x, too.
   int64_t num_groups(const Tensor &x) const {

@@ -1,5 +1,8 @@
 """The chunk form of prompts compared with the formulas in float64, and with itself in other cuts."""
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from tests.helpers.recurrences import (
 )
 from tests.helpers.triton_cases import DEVICE
 
-T = int(STARTS[-1])
+T, LAST = int(STARTS[-1]), SEQUENCES[-1]
 ENDS = [
     CHUNK,
     CHUNK,
@@ -57,7 +60,41 @@ def check(
         assert_near_float64(result, together.double(), 4)  # both have an error, and a piece of one token may be small
 
     cuts, shape = () if at_random else ENDS, state_shape(num_heads, num_rows, num_columns)
-    assert_near_float64(check_cuts(on_device, shape, cuts, assert_same), expected)
+    together = check_cuts(on_device, shape, cuts, assert_same)
+    assert_near_float64(together, expected)
+    check_bits(on_device, shape, together[LAST], expected[LAST])
+
+
+def check_bits(compute: Recurrence, shape: tuple[int, ...], together: Tensor, expected: Tensor) -> None:
+    """Check that cuts of the last sequence at multiples of CHUNK change no bit, and neither do drafts, padding and other
+    sequences of a step. `together`: its result in a step with other sequences."""
+
+    def result_of(cuts: Iterable[int], *, with_drafts: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the result and the last state. Drafts follow each piece, or as many rows of no sequence; and padding."""
+        state, rows, read = torch.full((2, *shape), torch.nan), list[Tensor](), -1
+        for number, (first, end) in enumerate(pairwise([0, *cuts, len(expected)])):
+            write, more = number % 2, min(3, len(expected) - end)
+            last = end + more * with_drafts
+            starts = torch.tensor([0, last - first, last - first])
+            slots = torch.tensor([[read, -1], [write, -1], [end - first, 0], [last, 0]])
+            rows.append(
+                compute(slice(LAST.start + first, LAST.start + end + more), state, starts, *slots)[: end - first]
+            )
+            read = write
+        return torch.cat(rows), state[read]
+
+    whole, state = result_of([])
+    assert whole.equal(together)
+    off_border, state_off_border = result_of([16, 71])  # the first pieces after the cuts are of 16 tokens and of 25
+    assert_near_float64(off_border, expected)
+    for cuts in ([CHUNK, 2 * CHUNK, 3 * CHUNK], [2 * CHUNK], [4 * CHUNK]):
+        result, last_state = result_of(cuts, with_drafts=len(cuts) == 1)
+        assert result.equal(whole)
+        assert last_state.equal(state)
+        result, last_state = result_of(sorted([16, 71, *cuts]), with_drafts=len(cuts) > 1)
+        assert result.equal(off_border)
+        assert last_state.equal(state_off_border)
+    assert not whole.equal(off_border), "no chunk was computed as one"
 
 
 @sizes

@@ -291,7 +291,8 @@ def check_recurrence(actual: Callable[..., Tensor], reference: Callable[..., Ten
 
 @each("dtype, num_rows, num_columns", [(torch.float32, 24, 40), (torch.bfloat16, 16, 32), (torch.float16, 33, 5)])
 def test_recurrences(dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
-    steps, sizes, states = recurrent_steps(), (2, num_columns), noise(5, *state_shape(3, num_rows, num_columns), seed=3)
+    steps = *recurrent_steps(), torch.tensor([5, 9, 40, 64, 0])
+    sizes, states = (2, num_columns), noise(5, *state_shape(3, num_rows, num_columns), seed=3)
     mixed, gates = noise(8, 4 * num_rows + 3 * num_columns, dtype=dtype), noise(2, 8, 3, dtype=dtype, seed=1)
     of_heads, of_rows = noise(3, 3, seed=2), (noise(8, 3 * num_rows, dtype=dtype), noise(3 * num_rows, seed=4))
     for decay, bias in ((gates[0], of_heads[1]), of_rows):
