@@ -111,13 +111,17 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """Return (codes - zero_points) * scales, [O, I] float32, with the input channels in their original order."""
+        weight = self._dequantize_columns()
+        return weight if self.permutation is None else weight[:, self.permutation.argsort()]
+
+    def _dequantize_columns(self) -> Tensor:
         if self.blocks is not None:
             return read_blocks(self.blocks, self.codes, self.global_scale).dequantize()
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
         if self.zero_points is not None:
             codes = codes - self.zero_points.unsqueeze(2)
-        weight: Tensor = (codes * self.scales.unsqueeze(2)).flatten(1)  # [O, I]
-        return weight if self.permutation is None else weight[:, self.permutation.argsort()]
+        weight: Tensor = (codes * self.scales.unsqueeze(2)).flatten(1)
+        return weight
 
     def dequantize_to(self, dtype: torch.dtype) -> Tensor:
         """Return `dequantize` rounded to `dtype`, without all of its float32 values in memory at once."""

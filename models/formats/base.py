@@ -52,11 +52,15 @@ class CodedWeights(WeightFile, Protocol):
     def coded_modules(self) -> dict[str, str]:
         """Return the ggml type name of each weight that has codes, by module."""
 
+    def permuted_modules(self) -> set[str]:
+        """Return the modules whose codes keep the file's order of input channels, because a block has channels of several
+        heads."""
+
     def keep_codes(self, modules: Iterable[str]) -> None:
         """Make `read` return codes instead of `weight` for these modules.
 
         It returns `blocks` uint8 [O, bytes per row] as the file has them. NVFP4 blocks also have a `global_scale` float32
-        [1].
+        [1], permuted modules a `permutation` int64 [I]: the input channel of each column of the blocks.
         """
 
 

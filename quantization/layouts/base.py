@@ -68,8 +68,8 @@ class StoredQuantization(Protocol):
 
 
 def may_be_permuted(layout: WeightLayout) -> bool:
-    """Whether the file stores the group of each input channel."""
-    return any(name.endswith("g_idx") for name in layout.tensors())
+    """Whether the file stores the group of each input channel, or their order."""
+    return any(name.endswith(("g_idx", "permutation")) for name in layout.tensors())
 
 
 def holds_codes(tensor_shapes: Mapping[str, tuple[int, ...]]) -> bool:

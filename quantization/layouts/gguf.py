@@ -8,7 +8,7 @@ O output channels, I input channels.
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class GGUFQuantization:
 
     types: dict[str, str]
     formats: Mapping[str, WeightFormat]
+    permuted: set[str] = field(default_factory=set)
+    """The modules whose input channels have the file's order."""
 
     def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         kind = self.types.get(layer.name)
@@ -47,7 +49,7 @@ class GGUFQuantization:
 
     def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         kind = self.types[layer.name]
-        return GGUFWeight(kind, layer.shape, self.formats[kind].kind.is_blocks)
+        return GGUFWeight(kind, layer.shape, self.formats[kind].kind.is_blocks, layer.name in self.permuted)
 
 
 def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) -> GGUFQuantization | None:
@@ -57,7 +59,8 @@ def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) 
     """
     formats = FORMATS if device.type == "cpu" else GPU_FORMATS
     packed = {module: kind for module, kind in _types(files).items() if kind in formats}
-    return GGUFQuantization(packed, formats) if packed else None
+    permuted = {module for file in files if isinstance(file, CodedWeights) for module in file.permuted_modules()}
+    return GGUFQuantization(packed, formats, permuted) if packed else None
 
 
 def warn_of_unpacked(files: list[WeightFile], stored: GGUFQuantization | None) -> None:
@@ -75,8 +78,8 @@ def _types(files: list[WeightFile]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GGUFWeight:
-    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them, and for NVFP4
-    global_scale float32 [1].
+    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them, for NVFP4
+    global_scale float32 [1], and with `is_permuted` permutation int64 [I].
 
     With `keeps_blocks` the model holds the blocks, else their codes and scales.
     """
@@ -84,18 +87,20 @@ class GGUFWeight:
     kind: str
     shape: tuple[int, int]
     keeps_blocks: bool = True
+    is_permuted: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         outputs, inputs = self.shape
         kind = KINDS[self.kind]
         shapes: dict[str, tuple[int, ...]] = {"blocks": (outputs, inputs // kind.block_size * kind.block_bytes)}
-        return shapes | {"global_scale": (1,)} if kind.has_global_scale else shapes
+        shapes |= {"global_scale": (1,)} if kind.has_global_scale else {}
+        return shapes | ({"permutation": (inputs,)} if self.is_permuted else {})
 
     def output_axes(self) -> dict[str, OutputAxis]:
         return {"blocks": OutputAxis(0)}
 
     def of_outputs(self, num_outputs: int) -> "GGUFWeight":
-        return GGUFWeight(self.kind, (num_outputs, self.shape[1]), self.keeps_blocks)
+        return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for block factors (scales, minimums) that are not finite."""
@@ -103,7 +108,9 @@ class GGUFWeight:
         scales = tensors["global_scale"].double()[None] if has_global_scale else torch.empty(len(blocks), 0)
         if not has_finite_factors(self.kind, blocks) or not (scales.isfinite() & (scales > 0)).all():
             raise UserError(NOT_FINITE)
+        permutation = tensors.get("permutation")
         if self.keeps_blocks:
-            return StoredWeight(QuantizedWeight(blocks, scales, blocks=self.kind))
+            return StoredWeight(QuantizedWeight(blocks, scales, permutation=permutation, blocks=self.kind))
         unpacked, offset = read_blocks(self.kind, blocks), 2 ** (KINDS[self.kind].bits - 1)
-        return StoredWeight(QuantizedWeight((unpacked.codes - offset).view(torch.int8), unpacked.factors[0]))
+        codes = (unpacked.codes - offset).view(torch.int8)
+        return StoredWeight(QuantizedWeight(codes, unpacked.factors[0], permutation=permutation))

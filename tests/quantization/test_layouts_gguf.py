@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -33,6 +33,7 @@ from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.gguf_files import add_shape, finish, llama_cpp_tensors, random_blocks, write_twin
 from tests.helpers.gguf_twins import BLOCK_KINDS, FP4_KINDS, TWINS, TYPES, write_blocks, write_pair
+from tests.helpers.hybrid_families import HYBRID, LINEAR
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent
 from tests.helpers.quantized_models import quantize_run
@@ -267,6 +268,46 @@ def test_scales_of_fp4_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     finish(writer)
     with pytest.raises(UserError, match=r"x.gguf: token_embd.scale is F32 \[2\], expected F32 \[1\]"):
         open_checkpoint(tmp_path / "x.gguf", False).open_weights({})
+
+
+def test_blocks_of_several_heads_keep_the_files_order(tmp_path: Path) -> None:
+    """Qwen3.5's `ssm_out` has head 0 of both key heads first, then head 1 of both. Heads are of 128 channels, blocks of
+    256 (K-quants) or 32."""
+    heads = {"linear_num_value_heads": 6, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    layers = {"layer_types": [LINEAR, "full_attention"] * 2, "hidden_size": 256, "intermediate_size": 256}
+    HYBRID["qwen3_5_text"].write(tmp_path / "hf", **heads, **layers)
+    for kind, type in (("q4_k_m", "Q4_K"), ("q6_k", "Q6_K"), ("q8_0", "Q8_0")):
+        write_gguf(open_checkpoint(tmp_path / "hf", False), tmp_path / f"{kind}.gguf", kind)
+        (stored,) = (t for t in gguf.GGUFReader(tmp_path / f"{kind}.gguf").tensors if t.name == "blk.0.ssm_out.weight")
+        in_file = torch.from_numpy(gguf.quants.dequantize(stored.data, gguf.GGMLQuantizationType[type]))
+        expected = in_file.unflatten(1, (3, 2, 128)).transpose(1, 2).flatten(1)
+        (weights,) = open_checkpoint(tmp_path / f"{kind}.gguf", False).open_weights({})
+        assert isinstance(weights, GGUFWeights)
+        floats = dict(weights.read(weights.shapes))
+        (name,) = (name for name in weights.coded_modules() if name.endswith("layers.0.linear_attn.out_proj"))
+        assert floats[f"{name}.weight"].equal(expected)
+        is_permuted = name in weights.permuted_modules()
+        assert is_permuted == (type != "Q8_0")
+        weights.keep_codes([name])
+        layout = GGUFWeight(type, (256, 768), is_permuted=is_permuted)
+        assert {leaf: weights.shapes[f"{name}.{leaf}"] for leaf in layout.tensors()} == layout.tensors()
+        tensors = {leaf: dict(weights.read([f"{name}.{leaf}"]))[f"{name}.{leaf}"] for leaf in layout.tensors()}
+        assert layout.read(tensors).weight.dequantize().equal(expected)
+        if type == "Q8_0":
+            on_a_gpu = replace(layout, keeps_blocks=False, is_permuted=True)
+            reverse = tensors | {"permutation": torch.arange(768).flip(0)}
+            assert on_a_gpu.read(reverse).weight.dequantize().equal(in_file.flip(1))
+        if type != "Q4_K":
+            continue
+        save_file({key: tensor.contiguous() for key, tensor in floats.items()}, tmp_path / "hf" / "model.safetensors")
+        packed_engine = engine_of(tmp_path / "q4_k_m.gguf", block_activations="none")
+        assert isinstance(linear_layer(packed_engine.executor.model, name).method, BlockMethod)
+        float_engine = engine_of(tmp_path / "hf")
+        for prompt in random_prompts(96, (5, 40)):
+            # Kernels hold 16 inputs of a row in 16 bits, and the layer's norm enlarges small outputs. Heads in another
+            # order change logits by 1 and more.
+            logits = all_logits(float_engine, prompt)
+            torch.testing.assert_close(all_logits(packed_engine, prompt), logits, atol=1e-2, rtol=0)
 
 
 @each(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])

@@ -31,6 +31,8 @@ ROUNDING = 2**-22
 """The largest error of A_log from rounding its exponential to float32, by up to two steps."""
 GLOBAL_SCALE = "global_scale"
 """Name, in a module, of the factor of its weight in blocks."""
+PERMUTATION = "permutation"
+"""Name, in a module, of the input channel of each column of its blocks."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -70,6 +72,7 @@ class GGUFWeights:
         self._halves: dict[str, Halves | Share] = {**find_halves(tensors), **find_shares(self._layout, tensors, config)}
         self._stacked = find_stacked(self._layout, tensors)
         self._with_global_scales: list[str] = []
+        self._permuted: list[str] = []
         num_layers = config.get("num_hidden_layers", int, len(tensors))
         num_read = num_layers + config.get("num_nextn_predict_layers", int, 0)
         part_names = {name for matrix in (self._halves | self._stacked).values() for name in matrix.names}
@@ -92,18 +95,24 @@ class GGUFWeights:
         types = {
             name: source.type
             for name, source in self._sources.items()
-            if source.type not in STORED and len(source.shape) == 2 and self._keeps_columns(name, source)
+            if source.type not in STORED and len(source.shape) == 2
         }
         types |= {name: matrix.block_type for name, matrix in self._stacked.items() if matrix.block_type is not None}
         return {name.removesuffix(".weight"): type.name for name, type in types.items()}
 
-    def _keeps_columns(self, name: str, source: TensorInfo) -> bool:
-        """Return whether the codes of a tensor can be permuted as its columns are: a head must be of whole blocks."""
-        order = self._column_orders.get(name.split(".")[-2])
-        return order is None or source.shape[1] // order.multiple % source.block_size == 0
+    def permuted_modules(self) -> set[str]:
+        return {
+            name.removesuffix(".weight")
+            for name, source in self._sources.items()
+            if (order := self._column_orders.get(name.split(".")[-2])) is not None
+            and source.type not in STORED
+            and len(source.shape) == 2
+            and source.shape[1] // order.multiple % source.block_size != 0
+        }
 
     def keep_codes(self, modules: Iterable[str]) -> None:
-        types = self.coded_modules()
+        types, permuted = self.coded_modules(), self.permuted_modules()
+        self._permuted = [module for module in modules if module in permuted]
         self._with_global_scales = [module for module in modules if types[module] == SCALED]
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
@@ -119,6 +128,9 @@ class GGUFWeights:
             if name.endswith(f".{GLOBAL_SCALE}"):
                 yield name, self._read_global_scale(name)
                 continue
+            if name.endswith(f".{PERMUTATION}"):
+                yield name, self._read_permutation(name)
+                continue
             tensor = self._read(name)
             module = name.split(".")[-2]
             if self._layout.norm_offset and module.endswith("norm") and not name.endswith(self._layout.plain_norms):
@@ -130,13 +142,18 @@ class GGUFWeights:
                     wanted = f"{f'{order.first} and ' if order.first else ''}a multiple of {order.multiple}"
                     raise UserError(f"{self.path}: {name} has {tensor.shape[0]} rows, expected {wanted}")
                 tensor = order.restore(tensor)
-            if order := self._column_orders.get(module):
+            if (order := self._column_orders.get(module)) and name.rpartition(".")[0] not in self._permuted:
                 tensor = order.restore(tensor.T).T.contiguous()
             yield name, tensor
 
     def _read_global_scale(self, name: str) -> Tensor:
         source = self._sources.get(f"{name.rpartition('.')[0]}.blocks")
         return torch.ones(1) if source is None else read_scale(source)
+
+    def _read_permutation(self, name: str) -> Tensor:
+        module = name.rpartition(".")[0]
+        channels = torch.arange(self._sources[f"{module}.blocks"].shape[1])
+        return self._column_orders[module.split(".")[-1]].restore(channels).argsort()
 
     def _read(self, name: str) -> Tensor:
         if name in self._numbers:
@@ -168,6 +185,7 @@ class GGUFWeights:
         shapes |= {name: tuple(number.shape) for name, number in self._numbers.items()}
         shapes |= {name: halves.shape for name, halves in self._halves.items()}
         shapes |= {name: _stacked_shape(name, matrix) for name, matrix in self._stacked.items()}
+        shapes |= {f"{module}.{PERMUTATION}": self._sources[f"{module}.blocks"].shape[1:] for module in self._permuted}
         return shapes | {f"{module}.{GLOBAL_SCALE}": (1,) for module in self._with_global_scales}
 
     def _shape(self, name: str, source: TensorInfo) -> tuple[int, ...]:

@@ -94,7 +94,8 @@ def check_bits(compute: Recurrence, shape: tuple[int, ...], together: Tensor, ex
         result, last_state = result_of(sorted([16, 71, *cuts]), with_drafts=len(cuts) > 1)
         assert result.equal(off_border)
         assert last_state.equal(state_off_border)
-    assert not whole.equal(off_border), "no chunk was computed as one"
+    if whole.dtype == torch.float32:  # rounding to fewer bits hides the difference
+        assert not whole.equal(off_border), "no chunk was computed as one"
 
 
 @sizes
