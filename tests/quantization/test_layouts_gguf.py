@@ -296,7 +296,7 @@ def test_blocks_of_several_heads_keep_the_files_order(tmp_path: Path) -> None:
         if type == "Q8_0":
             on_a_gpu = replace(layout, keeps_blocks=False, is_permuted=True)
             reverse = tensors | {"permutation": torch.arange(768).flip(0)}
-            assert on_a_gpu.read(reverse).weight.dequantize().equal(in_file.flip(1))
+            assert on_a_gpu.read(reverse).weight.dequantize().equal(expected.flip(1))
         if type != "Q4_K":
             continue
         save_file({key: tensor.contiguous() for key, tensor in floats.items()}, tmp_path / "hf" / "model.safetensors")
@@ -305,7 +305,7 @@ def test_blocks_of_several_heads_keep_the_files_order(tmp_path: Path) -> None:
         float_engine = engine_of(tmp_path / "hf")
         for prompt in random_prompts(96, (5, 40)):
             # Kernels hold 16 inputs of a row in 16 bits, and the layer's norm enlarges small outputs. Heads in another
-            # order change logits by 1 and more.
+            # order change logits by up to 22.
             logits = all_logits(float_engine, prompt)
             torch.testing.assert_close(all_logits(packed_engine, prompt), logits, atol=1e-2, rtol=0)
 
