@@ -462,18 +462,20 @@ def test_key_heads_of_each_layer_are_checked(counts: list[Any] | None, message: 
 
 @torch.inference_mode()
 def test_value_heads_of_blocks_are_put_in_order(tmp_path: Path) -> None:
-    """Heads of 64 channels are whole blocks of Q8_0. A block of Q6_K has four of them, so `out_proj` becomes floats."""
+    """Heads of 64 channels are whole blocks of Q8_0. A block of Q6_K has four of them, so `out_proj` permutes its input."""
     (tmp_path / "model").mkdir()
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
-    HYBRID["qwen3_5_text"].write(tmp_path / "model", **sizes)
+    HYBRID["qwen3_5_text"].write(tmp_path / "model", **sizes, linear_num_value_heads=8)
     for dtype, tolerance in (("q8_0", 0.01), ("q6_k", 0.04)):  # a step of the codes, of weights up to 0.7
         file = tmp_path / f"{dtype}.gguf"
         write_gguf(open_checkpoint(tmp_path / "model", False), file, dtype)
         layers = [engine_of(path).executor.model.layers[0].linear_attn for path in (file, tmp_path / "model")]
-        assert isinstance(layers[0].out_proj.method, BlockMethod) is (dtype == "q8_0")
+        assert isinstance(layers[0].out_proj.method, BlockMethod)
+        assert (layers[0].out_proj.method.permutation is None) is (dtype == "q8_0")
         assert isinstance(layers[0].in_proj_qkv.method, BlockMethod)
         for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
-            actual, expected = (getattr(layer, name)(torch.eye(256), None) for layer in layers)
+            rows = torch.eye(8 * 64 if name == "out_proj" else 256)
+            actual, expected = (getattr(layer, name)(rows, None) for layer in layers)
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
         torch.testing.assert_close(layers[0].A_log, layers[1].A_log)
         assert layers[0].conv1d.weight.equal(layers[1].conv1d.weight)
