@@ -23,10 +23,11 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError, bad_request, failed
 from pipelines.server.api.parsing import check_request, parse_request
 from pipelines.server.batches.jobs import BatchJob, BatchJobs, Reply
+from pipelines.server.engine_response import Stream
 from pipelines.server.openapi import responses, takes
 from pipelines.server.records import Record
 from pipelines.server.routes import ROUTES
-from pipelines.server.service import Service, Stream
+from pipelines.server.service import Service
 from pipelines.server.stream import ReaderStopped, Sender, abort
 
 log = logging.getLogger(__name__)

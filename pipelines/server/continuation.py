@@ -8,8 +8,8 @@ from pipelines.replicas.engine_process.frames import Submit
 from pipelines.server.api.answers import ChoiceText
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.writers import Writer
+from pipelines.server.engine_response import Result, Stream
 from pipelines.server.engine_session import EngineSession
-from pipelines.server.service import Result, Stream
 from pipelines.server.stream import written
 
 

@@ -12,9 +12,9 @@ from pipelines.server.api.responses import ResponseWriter
 from pipelines.server.api.resumption import HEADER
 from pipelines.server.api.writers import ChatWriter, CompletionWriter
 from pipelines.server.continuation import continued
+from pipelines.server.engine_response import Result
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.responses.history import input_items, with_history
-from pipelines.server.service import Result
 from pipelines.server.token_routes import encode_prompts, encode_text
 
 

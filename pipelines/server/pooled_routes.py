@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from conf.errors import UserError
 from pipelines.replicas.engine_process.client import EngineRefused
 from pipelines.replicas.engine_process.frames import Pooled, Ready, SubmitPooled
+from pipelines.server.api.answer_shapes import Classes, Embeddings, PooledOutputs, Ranking, Scores
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.parsing import check_request
@@ -32,8 +33,9 @@ from pipelines.server.api.ranking import (
 )
 from pipelines.server.api.requests import ChatRequest, Prompt
 from pipelines.server.api.settings import cache_salt
+from pipelines.server.engine_response import Result
 from pipelines.server.engine_session import EngineSession
-from pipelines.server.service import Result
+from pipelines.server.route import Route
 
 
 async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
@@ -186,3 +188,16 @@ async def _pooled(prompts: Sequence[list[int]], session: EngineSession, param: s
             pass
         outputs += [done.vector or [] for _, done in sorted(session.dones.items())]
     return outputs
+
+
+def _in_engine(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:
+    return min(body.num_prompts, IN_ENGINE)
+
+
+POOLED_ROUTES = (
+    Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _in_engine),
+    Route(ClassifyRequest, classify, Classes, "classify-", _in_engine),
+    Route(PoolingRequest, pooling, PooledOutputs, "pool-", _in_engine),
+    Route(RerankRequest, rerank, Ranking, "rerank-", _in_engine),
+    Route(ScoreRequest, score, Scores, "score-", _in_engine),
+)

@@ -2,35 +2,23 @@
 
 import asyncio
 import logging
-import math
 import os
 import time
-import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
-
-import msgspec
-from starlette.datastructures import Headers
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from conf.errors import UserError, list_known_names
 from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from pipelines.replicas.engine_process.client import RemoteEngine
 from pipelines.server.admission import Admission
-from pipelines.server.api.answers import Event
-from pipelines.server.api.errors import ApiError, bad_request, failed
+from pipelines.server.api.errors import ApiError, bad_request
 from pipelines.server.api.generation import Named, RequestContext, named
 from pipelines.server.api.requests import Body
-from pipelines.server.api.skipping import header_of, not_used, warning_of
+from pipelines.server.api.skipping import not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record, RecordLog, RequestLog
 from pipelines.server.responses.store import ResponseStore
-from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, refuses, written
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +30,6 @@ SETTINGS = {
 }
 """Body fields that traces and the log show: the names of gen_ai.request."""
 MAX_WARNINGS = 1000  # different warnings in the log
-
-
-class Stream(NamedTuple):
-    """A response of server-sent events."""
-
-    events: AsyncGenerator[bytes]
-    failed: Callable[[ApiError], Event]
-    """Returns the last event of a stream that fails."""
-
-
-Result: TypeAlias = dict[str, Any] | Stream
 
 
 class Service:
@@ -142,81 +119,6 @@ class Service:
         )
 
 
-class EngineResponse(Response):
-    """Runs `work` and sends its result, as one body or as events. Cancels it on disconnect, timeout or shutdown.
-
-    An error before the response begins sets the status. A later error becomes the last event.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        session: EngineSession,
-        num_sequences: int,
-        timeout_s: float,
-        work: Callable[[EngineSession], Coroutine[Any, Any, Result]],
-    ) -> None:
-        super().__init__()
-        self._service = service
-        self._session = session
-        self._num_sequences = num_sequences
-        self._timeout_s = timeout_s
-        self._work = work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError and ClientGone before the response begins."""
-        service, session, seconds, reason = self._service, self._session, self._timeout_s, None
-        ends = Ends(receive, seconds, service.stopping)
-        sender = Sender(send, service.config.send_timeout_s, scope.get("state", {}).get("write_now", refuses))
-        try:
-            with service.admission.place(self._num_sequences, seconds):
-                result = await ends.run(self._work(session))
-                if isinstance(result, Stream):
-                    reason = await self._send_events(result, ends, sender)
-            if not isinstance(result, Stream):
-                head = [(b"content-type", b"application/json"), *header_of(session.record.warnings)]
-                await sender.send_head(head)
-                await sender.send(msgspec.json.encode(result), more_body=False)
-        except ClientGone:
-            reason = "disconnected"
-            raise
-        except ReaderStopped:
-            reason = "not_read"
-            abort(scope)
-        except ApiError as error:
-            reason = (error.code or error.type) if error.status in (503, 504) else None
-            raise
-        finally:
-            session.end(reason)
-
-    async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
-        """Send the events, or the error that ends them. Return the reason of an early end. Raises ReaderStopped."""
-
-        async def forward() -> None:
-            with sender.kept_alive():
-                async with aclosing(stream.events) as parts:
-                    async for part in parts:
-                        await sender.send(part)
-
-        reason = None
-        try:
-            await sender.send_head([*HEADERS, *header_of(self._session.record.warnings)])
-            await ends.run(forward())
-        except ClientGone:
-            return "disconnected"
-        except ApiError as error:
-            reason = error.code or error.type
-            await sender.send(written([stream.failed(error)]))
-        except ReaderStopped:
-            raise
-        except Exception:
-            reason = "failed"
-            log.error("a stream failed:\n%s", traceback.format_exc())
-            await sender.send(written([stream.failed(failed())]))
-        await sender.send(b"", more_body=False)
-        return reason
-
-
 def open_traces(config: ServeConfig) -> RecordLog | None:
     """Return the traces of `serve.traces`. Raises UserError without the extra `otel`."""
     if config.traces is None:
@@ -226,27 +128,3 @@ def open_traces(config: ServeConfig) -> RecordLog | None:
     except ImportError as error:
         raise UserError(f"serve.traces={config.traces} needs OpenTelemetry: pip install 'quintet[otel]'") from error
     return Traces(config.traces)
-
-
-def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
-    """Return the time limit of a request in seconds.
-
-    SDKs send a read timeout, the longest wait for the next bytes. Without streaming this is the total time.
-    """
-    limits = []
-    if (header := headers.get("x-request-timeout")) is not None:
-        if (seconds := _seconds(header)) is None:
-            message = f"the header x-request-timeout={header[:50]} is not allowed: give seconds, a number above 0"
-            raise ApiError(400, message, param="x-request-timeout")
-        limits.append(seconds)
-    if not is_stream and (seconds := _seconds(headers.get("x-stainless-read-timeout", ""))) is not None:
-        limits.append(seconds)
-    return min(most, *limits) if limits else most
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds > 0 else None

@@ -14,9 +14,9 @@ from pipelines.server.api.message_requests import CountTokensRequest
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body, ChatRequest, Json, Message, Prompt, TokenIds, Tool
 from pipelines.server.api.response_requests import CountInputRequest
+from pipelines.server.engine_response import Result
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.responses.history import with_history
-from pipelines.server.service import Result
 
 
 class TokenizeRequest(Body):

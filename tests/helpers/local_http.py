@@ -29,12 +29,13 @@ from pipelines.server.api.writers import Writer
 from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.continuation import continued
+from pipelines.server.engine_response import EngineResponse, Result, Stream, timeout_s
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.error_handlers import add_errors
 from pipelines.server.guard import Guard
 from pipelines.server.records import Record
 from pipelines.server.routes import ROUTES
-from pipelines.server.service import EngineResponse, Result, Service, Stream, timeout_s
+from pipelines.server.service import Service
 from pipelines.server.stream import written
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.serving import run_async, tokenizer
