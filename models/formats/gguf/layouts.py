@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from models.formats.gguf import grouped_mixtures, layer_norm_decoders, llama_relatives, names
+from models.config import ConfigReader
+from models.formats.gguf import fused_attention, grouped_mixtures, layer_norm_decoders, llama_relatives, names
 from models.formats.gguf.names import TensorLayout
 
 LAYOUTS: dict[str, TensorLayout] = {
     **llama_relatives.LAYOUTS,
     **layer_norm_decoders.LAYOUTS,
     **grouped_mixtures.LAYOUTS,
+    **fused_attention.LAYOUTS,
     "apertus": names.APERTUS,
     "llama": names.LLAMA,
     "mistral": names.LLAMA,
@@ -44,6 +46,14 @@ LAYOUTS: dict[str, TensorLayout] = {
     "lfm2_moe": names.LFM2,
 }
 """By model_type."""
+
+
+def layout_to_read(config: ConfigReader) -> TensorLayout:
+    """Return the layout of a file with this config, which is from read_gguf_config."""
+    model_type = config.require("model_type", str)
+    if model_type == "falcon" and config.raw("num_ln_in_parallel_attn") == 2:
+        return fused_attention.FALCON_TWO_NORMS
+    return LAYOUTS[model_type]
 
 
 def layout_of(model_type: str, config: Any) -> TensorLayout:

@@ -25,7 +25,7 @@ from models.formats import open_checkpoint, open_tokenizer
 from models.formats.gguf.recurrent_config import OF_HYBRIDS
 from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
-from tests.helpers.catalog import ROWS, link
+from tests.helpers.catalog import GOLDENS, ROWS, link
 from tests.helpers.family import FULL, SLIDING
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.hybrid_families import HYBRID, rename_dense_layers
@@ -79,8 +79,15 @@ READ_ONLY = {
     "gpt-neox sequential": ("gpt_neox", 1),
     "nemotron 4": ("nemotron", 0),
     "olmo": ("olmo", 0),
+    "falcon 40b": ("falcon", 0),
+    "falcon 7b": ("falcon", 1),
+    "falcon, a key for each query": ("falcon", 4),
+    "falcon 11b": ("falcon", 6),
     "gemma": ("gemma", 0),
     "gemma of other heads": ("gemma", 1),
+    "internlm2": ("internlm2", 0),
+    "internlm2, three heads": ("internlm2", 3),
+    "internlm2 tied": ("internlm2", 4),
     "olmoe": ("olmoe", 0),
     "qwen2 mixture": ("qwen2_moe", 0),
     "phi 2": ("phi", 1),
@@ -196,6 +203,10 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         sizes = {"global_head_dim": 32, "num_kv_shared_layers": 0, "rope_parameters": rope}
         # transformers 5 would remove global_head_dim; the converter reads an unknown type's file as it is
         return sizes | settings | {"model_type": "published"}
+    if family == "falcon" and settings.get("multi_query", True) and "num_kv_heads" not in settings:
+        return {"num_kv_heads": 1}
+    if family == "internlm2":
+        return {"architectures": ["InternLM2ForCausalLM"]}
     if family == "gpt_neox":
         return {"model_type": "published", "rotary_pct": 0.25}
     if family == "glm4_moe":
@@ -296,6 +307,33 @@ def test_logits_of_chatglm(tmp_path: Path) -> None:
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}, "added_tokens": []}))
     converted([(tmp_path / name, tmp_path / f"{name}.gguf", False) for name in ("chatglm2", "chatglm3")])
     for name in ("chatglm2", "chatglm3"):
+        (tmp_path / name / "tokenizer.json").unlink()
+        file, folder = engine_of(tmp_path / f"{name}.gguf"), engine_of(tmp_path / name)
+        for prompt in random_prompts(96):
+            assert torch.equal(all_logits(file, prompt), all_logits(folder, prompt)), name
+
+
+def write_baichuan(folder: Path, golden: str, num_layers: int) -> None:
+    """Write a golden with its two layers repeated: llama.cpp tells Baichuan 7B and 13B by their numbers of layers."""
+    tensors = load_file(GOLDENS / golden / "model.safetensors")
+    repeated = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for layer in range(num_layers):
+        of_layer = f"model.layers.{layer % 2}."
+        for name in filter(lambda name: name.startswith(of_layer), tensors):
+            repeated[name.replace(of_layer, f"model.layers.{layer}.")] = tensors[name].clone()
+    folder.mkdir()
+    save_file(repeated, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((GOLDENS / golden / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+
+
+def test_logits_of_baichuan(tmp_path: Path) -> None:
+    """The checkpoint's logits, bit for bit: transformers lacks it, and the goldens are from its own code."""
+    for golden, num_layers in (("baichuan-7b", 32), ("baichuan-13b", 40)):
+        write_baichuan(tmp_path / golden, golden, num_layers)
+        (tmp_path / golden / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}, "added_tokens": []}))
+    converted([(tmp_path / name, tmp_path / f"{name}.gguf", False) for name in ("baichuan-7b", "baichuan-13b")])
+    for name in ("baichuan-7b", "baichuan-13b"):
         (tmp_path / name / "tokenizer.json").unlink()
         file, folder = engine_of(tmp_path / f"{name}.gguf"), engine_of(tmp_path / name)
         for prompt in random_prompts(96):
