@@ -19,8 +19,9 @@ for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
     if not hasattr(gguf.MODEL_TENSOR, name):
         setattr(gguf.MODEL_TENSOR, name, None)
 
-if not hasattr(gguf.MODEL_ARCH, "HY_V3"):  # of another family in Hunyuan's module
-    gguf.MODEL_ARCH.HY_V3 = None
+for name in ("HY_V3", "MINIMAXM3"):  # of other families in the modules of Hunyuan and MiniMax-M2
+    if not hasattr(gguf.MODEL_ARCH, name):
+        setattr(gguf.MODEL_ARCH, name, None)
 
 separate = BaichuanModel.modify_tensors
 

@@ -88,6 +88,11 @@ READ_ONLY = {
     "internlm2": ("internlm2", 0),
     "internlm2, three heads": ("internlm2", 3),
     "internlm2 tied": ("internlm2", 4),
+    "jais 2": ("jais2", 0),
+    "jais 2, no biases": ("jais2", 1),
+    "minimax m2": ("minimax_m2", 0),
+    "minimax m2, half of a head rotates": ("minimax_m2", 1),
+    "minimax m2 tied": ("minimax_m2", 3),
     "olmoe": ("olmoe", 0),
     "qwen2 mixture": ("qwen2_moe", 0),
     "phi 2": ("phi", 1),
@@ -205,6 +210,8 @@ def as_published(family: str, settings: dict[str, Any]) -> dict[str, Any]:
         return sizes | settings | {"model_type": "published"}
     if family == "falcon" and settings.get("multi_query", True) and "num_kv_heads" not in settings:
         return {"num_kv_heads": 1}
+    if family == "minimax_m2":
+        return {"rotary_dim": settings.get("rotary_dim", 16), "scoring_func": "sigmoid"}
     if family == "internlm2":
         return {"architectures": ["InternLM2ForCausalLM"]}
     if family == "gpt_neox":
