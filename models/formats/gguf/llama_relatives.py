@@ -59,6 +59,13 @@ QWEN2_MOE = replace(
 ARCEE = replace(
     LLAMA, in_layer={**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}}
 )
+BITNET = replace(
+    LLAMA,
+    in_layer={
+        **{**PRE_NORMS, **ATTENTION, **MLP},
+        **{"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+    },
+)
 
 
 def _biases(file: GGUFMetadata, inner: str = "ffn_gate") -> dict[str, bool]:
@@ -67,6 +74,12 @@ def _biases(file: GGUFMetadata, inner: str = "ffn_gate") -> dict[str, bool]:
 
 def _arcee(file: GGUFMetadata) -> dict[str, Any]:
     return rotary_decoder(file) | {"model_type": "arcee"} | _biases(file, "ffn_up")
+
+
+def _bitnet(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of BitNet b1.58. llama.cpp has the first models, whose gate is silu."""
+    biases = {"attention_bias": has_bias(file, "attn_q")}
+    return rotary_decoder(file) | {"model_type": "bitnet", "hidden_act": "silu"} | biases
 
 
 def _smollm3(file: GGUFMetadata) -> dict[str, Any]:
@@ -173,6 +186,7 @@ def ministral3(file: GGUFMetadata) -> dict[str, Any]:
 
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "arcee": _arcee,
+    "bitnet": _bitnet,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "exaone4": _exaone4,
@@ -187,6 +201,7 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
 """The function that returns the config's keys, by llama.cpp's architecture name."""
 LAYOUTS = {
     "arcee": ARCEE,
+    "bitnet": BITNET,
     "smollm3": LLAMA,
     "ministral3": LLAMA,
     "ernie4_5": LLAMA,

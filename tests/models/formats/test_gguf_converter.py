@@ -65,6 +65,7 @@ WRITTEN = {
 READ_ONLY = {
     "apertus": ("apertus", 0),
     "arcee": ("arcee", 1),
+    "bitnet": ("bitnet", 2),
     "cohere": ("cohere", 0),
     "cohere 2": ("cohere2", 1),
     "afmoe": ("afmoe", 3),
@@ -149,6 +150,8 @@ SHAPE = {
     **{"num_key_value_heads": 4, "rope_theta": 10000.0, "head_dim": 16},
 }  # fmt: skip
 """Keys that the converter reads from any config.json, also for a vocabulary-only file."""
+BITNET_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+"""The first models' names of norms, which alone the converter knows."""
 Encode = Callable[[str], list[int]]
 
 
@@ -245,6 +248,25 @@ def add_prediction_layer(file: Path, layer: int) -> None:
     )
 
 
+def rename(file: Path, names: dict[str, str]) -> None:
+    """Replace parts of the tensors' names."""
+    renamed = dict[str, torch.Tensor]()
+    for name, tensor in load_file(file).items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    save_file(renamed, file, {"format": "pt"})
+
+
+def make_ternary(reference: Any) -> None:
+    """Round weights to -1, 0 or 1 times the mean of their magnitudes (arXiv 2402.17764), as the converter does."""
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            if "_proj." in name:
+                scale = weight.abs().mean()
+                weight.copy_((weight / scale).round().clamp(-1, 1) * scale)
+
+
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
     references, jobs = {}, []
     for name in [*CASES, *LLAMA_LIKE, *WRITTEN, *READ_ONLY]:
@@ -261,6 +283,9 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             in_hub_file = as_published(family, row.variants[variant])
             if family == "kimi_linear":
                 rename_dense_layers(folder / "model.safetensors")
+            if family == "bitnet":
+                make_ternary(references[name])
+                rename(folder / "model.safetensors", BITNET_NAMES)
             if family == "glm4_moe":
                 add_prediction_layer(folder / "model.safetensors", references[name].config.num_hidden_layers)
         else:
