@@ -12,7 +12,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf import fused_attention, grouped_mixtures, layer_norm_decoders, llama_relatives
 from models.formats.gguf.decoder_config import SIGMOID, SOFTMAX, decoder_shape, has_bias, rotary_decoder
-from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
+from models.formats.gguf.gemma_config import GEMMA3N_ARRAYS, GEMMA4_ARRAYS, gemma3n, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
 from models.formats.gguf.llama_relatives import TEMPERATURE, WINDOW_PATTERN, ministral3
 from models.formats.gguf.recurrent_config import (
@@ -37,7 +37,7 @@ END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
 YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
-BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
+BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4")  # hidden states exceed float16's range
 # Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 
@@ -422,6 +422,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 ARRAYS = {
     **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
+    "gemma3n": GEMMA3N_ARRAYS,
     "gemma4": GEMMA4_ARRAYS,
     **dict.fromkeys(("exaone4", "olmo2"), (WINDOW_PATTERN,)),
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
@@ -442,6 +443,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "phi3": _phi3,
     "glm4": _glm4,

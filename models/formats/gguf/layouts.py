@@ -30,6 +30,7 @@ LAYOUTS: dict[str, TensorLayout] = {
     "gpt_oss": names.GPT_OSS,
     "gemma2": names.GEMMA,
     "gemma3_text": names.GEMMA,
+    "gemma3n_text": names.GEMMA3N,
     "gemma4_text": names.GEMMA4,
     "phi3": names.PHI3,
     "glm": names.GLM,

@@ -209,9 +209,9 @@ def _decay_log(name: str, stored: Tensor) -> Tensor:
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
-    """Return the Hugging Face tensors that this tensor holds: the tensor itself, or the tensors of each expert."""
+    """Return the Hugging Face tensors that this tensor holds: the tensor itself, or the tensors of several modules."""
     is_joined = len(tensor.shape) == (2 if name.endswith("_exps.bias") else 3)
-    experts = layout.expert_names(name, tensor.shape[0]) if is_joined else None
-    if experts is None or len(experts) % tensor.shape[0] or tensor.shape[1] * tensor.shape[0] % len(experts):
+    modules = layout.module_names(name, tensor.shape[0]) if is_joined else None
+    if modules is None or len(modules) % tensor.shape[0] or tensor.shape[1] * tensor.shape[0] % len(modules):
         return {layout.hugging_face_name(name): tensor}
-    return {hf_name: of_expert(tensor, i, len(experts)) for i, hf_name in enumerate(experts)}
+    return {hf_name: of_expert(tensor, i, len(modules)) for i, hf_name in enumerate(modules)}

@@ -85,6 +85,8 @@ READ_ONLY = {
     "falcon, a key for each query": ("falcon", 4),
     "falcon 11b": ("falcon", 6),
     "gemma": ("gemma", 0),
+    "gemma 3n": ("gemma3n", 4),
+    "gemma 3n, sizes by layer": ("gemma3n", 5),
     "gemma of other heads": ("gemma", 1),
     "internlm2": ("internlm2", 0),
     "internlm2, three heads": ("internlm2", 3),
