@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from conf.errors import UserError
 from models.formats.gguf.decoder_config import decoder_shape, rotary_decoder
 from models.formats.gguf.header import GGUFMetadata
 from models.formats.gguf.names import MLP, OUTSIDE_LAYERS, PRE_NORMS, TensorLayout
@@ -70,13 +71,27 @@ def _falcon(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _separated(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of a decoder with separate projections. Raises UserError for one with another number of rows."""
+    shape = rotary_decoder(file)
+    heads, groups, head_dim = (shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    num_rows = dict(zip(SEPARATED, (heads * head_dim, groups * head_dim, groups * head_dim), strict=True))
+    for name, tensor in file.tensors.items():
+        wanted = num_rows.get(name.removesuffix(".weight").rpartition(".")[2], tensor.shape[0])
+        if tensor.shape[0] != wanted:
+            raise UserError(
+                f"{tensor.path}: {name} has {tensor.shape[0]} rows, expected {wanted}: convert the model again"
+            )
+    return shape
+
+
 def _internlm2(file: GGUFMetadata) -> dict[str, Any]:
-    return rotary_decoder(file) | {"model_type": "internlm2", "bias": False}
+    return _separated(file) | {"model_type": "internlm2", "bias": False}
 
 
 def _baichuan(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of Baichuan. The vocabulary tells version 2, whose head the model normalises; llama.cpp does not."""
-    shape, read = rotary_decoder(file), file.read
+    shape, read = _separated(file), file.read
     heads = shape["num_attention_heads"]
     head_dim = shape["hidden_size"] // heads
     read.expect("attention.head_count_kv", (heads,), heads)

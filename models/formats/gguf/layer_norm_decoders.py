@@ -56,7 +56,7 @@ def _shape(file: GGUFMetadata, epsilon: str) -> dict[str, Any]:
 
 
 def _rotating_whole(file: GGUFMetadata, epsilon: str) -> dict[str, Any]:
-    """Return the keys of a decoder that rotates all channels of a head, as `_shape` does."""
+    """Return the keys of `_shape` for a family that rotates all channels of a head. Raises UserError for a part of them."""
     shape = _shape(file, epsilon)
     file.read.expect("rope.dimension_count", (shape["head_dim"], None), None)
     return {key: value for key, value in shape.items() if key != "partial_rotary_factor"}

@@ -34,7 +34,7 @@ ROTARY_PAIRS = (
 )
 """The architectures in whose q and k the channels of a rotary pair are adjacent."""
 FUSED = ("bloom", "gptneox", "falcon", "internlm2", "baichuan")
-"""The architectures of whose fused projection of queries, keys and values the converter reorders the rows."""
+"""The architectures whose converter reorders the rows of a fused projection of queries, keys and values."""
 
 
 def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:

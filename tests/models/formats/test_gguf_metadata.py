@@ -99,6 +99,13 @@ def test_refused_keys(architecture: str, changes: dict[str, Any], message: str) 
 
 @pytest.mark.long
 def test_tensors_that_the_config_needs() -> None:
+    for name, architecture, wanted in (
+        ("attn_q", "internlm2", 64),
+        ("attn_k", "internlm2", 32),
+        ("attn_v", "baichuan", 64),
+    ):
+        with pytest.raises(UserError, match=f"x.gguf: blk.3.{name}.weight has 48 rows, expected {wanted}: convert"):
+            read(architecture, {}, **{f"blk.3.{name}.weight": (48, 64)})
     for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"):
         with pytest.raises(UserError, match=f"x.gguf: the tensor '{name}' is missing"):
             read("gemma3n", {}, **{name: None})
