@@ -54,9 +54,15 @@ def read_importance(file: str, model: CausalLM, model_type: str) -> dict[str, Te
     rows, specs = find_entry_rows(model, model_type), linear_specs(model)
     num_rows = Counter(row.name for row in rows.values())
     shapes = {row.name: (num_rows[row.name], specs[layer].shape[1]) for layer, row in rows.items()}
-    others = _names_of_floats(model, model_type)
+    others = _names_of_floats(model, model_type) | _names_of_parts(model, model_type)
     entries = read_imatrix(Path(file).expanduser()).match(shapes, others)
     return {layer: torch.from_numpy(entries[row.name][row.index]) for layer, row in rows.items() if row.name in entries}
+
+
+def _names_of_parts(model: CausalLM, model_type: str) -> frozenset[str]:
+    """Return the names of all tensors that hold rows of a layer. They have the same inputs, so one entry suffices."""
+    layout = layout_of(model_type, model.config)
+    return frozenset(name for layer in linear_specs(model) for name in layout.llama_cpp_names(f"{layer}.weight"))
 
 
 def _names_of_floats(model: CausalLM, model_type: str) -> frozenset[str]:

@@ -91,6 +91,9 @@ GEMMAS = {
             {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None, "altup_correct_scale": False},
             {"altup_num_inputs": 3, "altup_active_idx": 1, "final_logit_softcapping": 2.0, "attention_bias": True},
             {"intermediate_size": [40, 48, 40, 56, 40], "num_key_value_heads": 1, "tie_word_embeddings": False},
+            {"vocab_size_per_layer_input": 100, "final_logit_softcapping": 2.0, "num_attention_heads": 2},
+            {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "intermediate_size": [40, 48, 40, 56, 40]}
+            | {"altup_active_idx": 2, "activation_sparsity_pattern": [0.0] * 5},
         ],
         refused=[
             ({"altup_active_idx": 4}, "altup_num_inputs=4 and altup_active_idx=4 are not at most 8 streams"),

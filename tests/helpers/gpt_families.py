@@ -46,8 +46,10 @@ GPT = {
             {},  # one key for all queries
             {"new_decoder_architecture": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 1, "bias": True},
             {"parallel_attn": False, "tie_word_embeddings": False, "ffn_hidden_size": 100},
-            {"multi_query": False, "bias": True, "layer_norm_epsilon": 1e-3},
-            {"multi_query": False, "parallel_attn": False, "rope_theta": 500.0},
+            {"multi_query": False, "layer_norm_epsilon": 1e-3},
+            {"multi_query": False, "parallel_attn": False, "rope_theta": 500.0, "bias": True},
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}  # 11B
+            | {"tie_word_embeddings": False},
         ],
         refused=[
             ({"alibi": True}, "alibi=True is not supported: only False"),

@@ -24,8 +24,12 @@ WITH_LAYER_NORMS = {
     ),
     "bitnet": Family(
         "BitNetForCausalLM",
-        variants=[{}, {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}],
-        refused=[NOT_RELU2, THREE_KEYS],
+        variants=[
+            {},
+            {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            {"hidden_act": "silu", "tie_word_embeddings": True, "rope_theta": 500.0},
+        ],
+        refused=[({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'relu2', 'silu'"), THREE_KEYS],
     ),
     "jais2": Family(
         "Jais2ForCausalLM",

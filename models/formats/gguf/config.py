@@ -10,7 +10,13 @@ import torch
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.gguf import grouped_mixtures, latent_attention, layer_norm_decoders, llama_relatives
+from models.formats.gguf import (
+    fused_attention,
+    grouped_mixtures,
+    latent_attention,
+    layer_norm_decoders,
+    llama_relatives,
+)
 from models.formats.gguf.decoder_config import (
     GEMMA_SCALED_BY_HIDDEN_SIZE,
     SOFTMAX,
@@ -20,7 +26,7 @@ from models.formats.gguf.decoder_config import (
     has_bias,
     rotary_decoder,
 )
-from models.formats.gguf.gemma_config import GEMMA4_ARRAYS, gemma4
+from models.formats.gguf.gemma_config import GEMMA3N_ARRAYS, GEMMA4_ARRAYS, gemma3n, gemma4
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
 from models.formats.gguf.llama_relatives import ministral3
 from models.formats.gguf.recurrent_config import (
@@ -44,7 +50,7 @@ from models.formats.gguf.tensors import STORED
 END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
-BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma4")  # hidden states exceed float16's range
+BEYOND_FLOAT16 = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4")  # hidden states exceed float16's range
 
 
 def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
@@ -357,6 +363,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 ARRAYS = {
     **dict.fromkeys(("lfm2", "lfm2moe", "granite", "granitehybrid", "kimi-linear"), (KEY_HEADS,)),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), NEMOTRON_ARRAYS),
+    "gemma3n": GEMMA3N_ARRAYS,
     "gemma4": GEMMA4_ARRAYS,
     **dict.fromkeys(("exaone4", "exaone-moe", "olmo2"), (WINDOW_PATTERN,)),
     **dict.fromkeys(("qwen35", "qwen35moe"), ("rope.dimension_sections",)),
@@ -367,6 +374,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     **layer_norm_decoders.CONFIGS,
     **grouped_mixtures.CONFIGS,
     **latent_attention.CONFIGS,
+    **fused_attention.CONFIGS,
     "apertus": _apertus,
     "llama": _llama,
     "mistral3": _mistral3,
@@ -377,6 +385,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "phi3": _phi3,
     "glm4": _glm4,

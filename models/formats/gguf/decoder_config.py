@@ -43,9 +43,9 @@ def decoder_shape(
     }
 
 
-def rotary_decoder(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of a decoder whose rotary embedding covers the whole head."""
-    shape = decoder_shape(file)
+def rotary_decoder(file: GGUFMetadata, inner_size: int | None = None) -> dict[str, Any]:
+    """Return the keys of a decoder whose rotary embedding covers the whole head. `inner_size`: as for `decoder_shape`."""
+    shape = decoder_shape(file, inner_size)
     file.read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
     file.read.expect("rope.scaling.yarn_log_multiplier", (None, 0.0), None)
     return shape | {"rope_scaling": rope_scaling(file, shape["head_dim"])}

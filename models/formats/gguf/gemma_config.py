@@ -1,11 +1,12 @@
-"""The config.json keys of Gemma 4, from the metadata of a GGUF file."""
+"""The config.json keys of Gemma 3n and 4, from the metadata of a GGUF file."""
 
+from statistics import NormalDist
 from typing import Any
 
 from conf.errors import UserError
 from models.families.gemma2 import FULL, SLIDING
-from models.formats.gguf.decoder_config import has_bias
-from models.formats.gguf.header import GGUFMetadata
+from models.formats.gguf.decoder_config import has_bias, rotary_decoder
+from models.formats.gguf.header import GGUFMetadata, TensorInfo
 from models.formats.gguf.names import ROTARY_FACTORS
 from models.formats.gguf.tensors import read_tensor
 
@@ -14,10 +15,48 @@ KEY_HEADS, INNER_SIZE, PATTERN = (
     "feed_forward_length",
     "attention.sliding_window_pattern",
 )
+CUTOFFS = "activation_sparsity_scale"
+GEMMA3N_ARRAYS = INNER_SIZE, PATTERN, CUTOFFS
 GEMMA4_ARRAYS = KEY_HEADS, INNER_SIZE, PATTERN
-"""The keys with a value for each layer. The first two may be one number."""
+"""The keys with a value for each layer. Key heads and inner size may be one number."""
+INPUT_TABLE = "per_layer_token_embd.weight"
 UNROTATED = 1e30
 """The factor of the frequencies of channels that do not rotate."""
+
+
+def gemma3n(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of Gemma 3n. llama.cpp always scales the active stream, and always has a soft cap.
+
+    The converter pads the table of inputs per layer with zeros to the whole vocabulary.
+    """
+    read, num_layers = file.read, file.read.count("block_count")
+    is_sliding = file.header.numbers(f"gemma3n.{PATTERN}", "b", num_layers)
+    cutoffs = file.header.numbers(f"gemma3n.{CUTOFFS}", "f", num_layers)
+    inner_sizes = _by_layer(file, "gemma3n", INNER_SIZE, num_layers)
+    table, left = (_tensor(file, name) for name in (INPUT_TABLE, "blk.0.laurel_l.weight"))
+    return rotary_decoder(file, inner_sizes[0]) | {
+        "model_type": "gemma3n_text",
+        "intermediate_size": inner_sizes,
+        "layer_types": [SLIDING if slides else FULL for slides in is_sliding],
+        "sliding_window": read.count("attention.sliding_window"),
+        "rope_local_base_freq": read.positive("rope.freq_base_swa", 1e4),
+        "num_kv_shared_layers": read.require("attention.shared_kv_layers", int),
+        "attention_bias": has_bias(file, "attn_q"),
+        "final_logit_softcapping": read.positive("final_logit_softcapping", 30.0),
+        "hidden_size_per_layer_input": read.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": table.shape[0],
+        "altup_num_inputs": read.count("altup.num_inputs"),
+        "altup_active_idx": read.get("altup.active_idx", int, 0),
+        "laurel_rank": left.shape[0],
+        # the file has the number of deviations above the mean; -inf: the gate keeps all values
+        "activation_sparsity_pattern": [NormalDist().cdf(cutoff) for cutoff in cutoffs],
+    }
+
+
+def _tensor(file: GGUFMetadata, name: str) -> TensorInfo:
+    if name not in file.tensors:
+        raise UserError(f"{file.header.path}: the tensor {name!r} is missing")
+    return file.tensors[name]
 
 
 def gemma4(file: GGUFMetadata) -> dict[str, Any]:
@@ -25,7 +64,7 @@ def gemma4(file: GGUFMetadata) -> dict[str, Any]:
     read, num_layers = file.read, file.read.count("block_count")
     is_sliding = file.header.numbers(f"gemma4.{PATTERN}", "b", num_layers)
     num_sharing = read.get("attention.shared_kv_layers", int, 0)
-    key_heads, inner_sizes = (_by_layer(file, key, num_layers) for key in (KEY_HEADS, INNER_SIZE))
+    key_heads, inner_sizes = (_by_layer(file, "gemma4", key, num_layers) for key in (KEY_HEADS, INNER_SIZE))
     own = range(max(0, num_layers - num_sharing))
     full = {
         str(i): {"head_dim": read.count("attention.key_length"), "num_key_value_heads": key_heads[i]}
@@ -58,9 +97,9 @@ def gemma4(file: GGUFMetadata) -> dict[str, Any]:
     return values | _layer_inputs(file) | _mixture(file)
 
 
-def _by_layer(file: GGUFMetadata, key: str, num_layers: int) -> list[int]:
+def _by_layer(file: GGUFMetadata, architecture: str, key: str, num_layers: int) -> list[int]:
     """Return the numbers above 0 of a key, one for each layer."""
-    name = f"gemma4.{key}"
+    name = f"{architecture}.{key}"
     if name not in file.header.arrays:
         return [file.read.count(key)] * num_layers
     numbers: list[int] = file.header.numbers(name, "i", num_layers)
@@ -96,11 +135,11 @@ def _rotary(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _layer_inputs(file: GGUFMetadata) -> dict[str, Any]:
-    channels, table = file.read.get("embedding_length_per_layer_input", int, 0), "per_layer_token_embd.weight"
-    if channels and table not in file.tensors:
-        raise UserError(f"{file.header.path}: embedding_length_per_layer_input={channels}, but {table!r} is missing")
-    values = {"hidden_size_per_layer_input": channels}
-    return values | {"vocab_size_per_layer_input": file.tensors[table].shape[0]} if channels else values
+    channels = file.read.get("embedding_length_per_layer_input", int, 0)
+    if not channels:
+        return {"hidden_size_per_layer_input": 0}
+    rows = _tensor(file, INPUT_TABLE).shape[0]
+    return {"hidden_size_per_layer_input": channels, "vocab_size_per_layer_input": rows}
 
 
 def _mixture(file: GGUFMetadata) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from models.formats.gguf.decoder_config import SIGMOID, WINDOW, decoder_shape, has_bias, layer_types, rotary_decoder
 from models.formats.gguf.header import GGUFMetadata
-from models.formats.gguf.names import ATTENTION, DEEPSEEK, HEAD_NORMS, TensorLayout
+from models.formats.gguf.names import ATTENTION, DEEPSEEK, HEAD_NORMS, LLAMA, TensorLayout
 from models.formats.gguf.rotary import partial_rotary_factor, rope_scaling, rotary_channels
 
 DOTS1 = replace(DEEPSEEK, in_layer={**DEEPSEEK.in_layer, **ATTENTION, **HEAD_NORMS})
@@ -27,6 +27,10 @@ AFMOE = replace(
         "ffn_gate_inp": "mlp.router.gate",
         "exp_probs_b.bias": "mlp.expert_bias",
     },
+)
+MINIMAX_M2 = replace(
+    LLAMA,
+    in_layer={**LLAMA.in_layer, **HEAD_NORMS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
 )
 
 
@@ -126,12 +130,30 @@ def _exaone_moe(file: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of MiniMax-M2. llama.cpp normalises the weights of a token's experts."""
+    shape, read = decoder_shape(file), file.read
+    channels, inner_size = rotary_channels(file, shape["head_dim"]), shape["intermediate_size"]
+    read.expect("expert_gating_func", (SIGMOID,), None)
+    read.expect("expert_feed_forward_length", (inner_size,), inner_size)
+    read.expect("expert_weights_norm", (True, None), None)
+    read.expect("expert_weights_scale", (None, 0.0, 1.0), None)
+    return shape | {
+        "model_type": "minimax_m2",
+        "num_local_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "rotary_dim": channels,
+        "rope_scaling": rope_scaling(file, channels),
+    }
+
+
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
     "dots1": _dots1,
     "ernie4_5-moe": _ernie_moe,
     "afmoe": _afmoe,
     "exaone-moe": _exaone_moe,
+    "minimax-m2": _minimax_m2,
 }
 """The function that returns the config's keys, by llama.cpp's architecture name."""
 LAYOUTS: dict[str, TensorLayout] = {
@@ -140,5 +162,6 @@ LAYOUTS: dict[str, TensorLayout] = {
     "ernie4_5_moe": ERNIE_MOE,
     "afmoe": AFMOE,
     "exaone_moe": EXAONE_MOE,
+    "minimax_m2": MINIMAX_M2,
 }
 """By model_type."""

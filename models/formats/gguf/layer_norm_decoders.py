@@ -32,6 +32,7 @@ NEMOTRON = TensorLayout(
     plain_norms=(".bias",),
 )
 STABLELM = replace(LLAMA, in_head={f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms" for part in "qk"})
+JAIS2 = replace(NEMOTRON, norm_offset=0.0)
 COHERE = replace(LLAMA, in_layer={"attn_norm": "input_layernorm", **ATTENTION, **HEAD_NORMS, **MLP})
 PHI2 = TensorLayout(
     {**OUTSIDE_LAYERS, "output_norm": "model.final_layernorm"},
@@ -65,23 +66,32 @@ def _shape(file: GGUFMetadata, epsilon: str) -> dict[str, Any]:
     }
 
 
+def _rotating_whole(file: GGUFMetadata, epsilon: str) -> dict[str, Any]:
+    """Return the keys of `_shape` for a family that rotates all channels of a head. Raises UserError for a part of them."""
+    shape = _shape(file, epsilon)
+    file.read.expect("rope.dimension_count", (shape["head_dim"], None), None)
+    return {key: value for key, value in shape.items() if key != "partial_rotary_factor"}
+
+
 def _starcoder2(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of StarCoder 2. Its files have no window: llama.cpp attends to all tokens."""
-    return _whole(_shape(file, "norm_epsilon")) | {
+    return _rotating_whole(file, "norm_epsilon") | {
         "model_type": "starcoder2",
         "use_bias": has_bias(file, "attn_q"),
         "sliding_window": None,
     }
 
 
-def _whole(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys without the share of rotated channels, which the family's config has no key for."""
-    return {key: value for key, value in shape.items() if key != "partial_rotary_factor"}
+def _biases(file: GGUFMetadata) -> dict[str, bool]:
+    return {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_up")}
 
 
 def _nemotron(file: GGUFMetadata) -> dict[str, Any]:
-    biases = {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_up")}
-    return _shape(file, "norm_eps") | {"model_type": "nemotron"} | biases
+    return _shape(file, "norm_eps") | {"model_type": "nemotron"} | _biases(file)
+
+
+def _jais2(file: GGUFMetadata) -> dict[str, Any]:
+    return _rotating_whole(file, "layer_norm_eps") | {"model_type": "jais2"} | _biases(file)
 
 
 def _stablelm(file: GGUFMetadata) -> dict[str, Any]:
@@ -96,7 +106,7 @@ def _stablelm(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _cohere(file: GGUFMetadata) -> dict[str, Any]:
-    return _whole(_shape(file, "layer_norm_eps")) | {
+    return _rotating_whole(file, "layer_norm_eps") | {
         "model_type": "cohere",
         "attention_bias": has_bias(file, "attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -106,7 +116,7 @@ def _cohere(file: GGUFMetadata) -> dict[str, Any]:
 
 def _cohere2(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of Cohere 2. In llama.cpp every fourth layer has full attention."""
-    return _whole(_shape(file, "layer_norm_eps")) | {
+    return _rotating_whole(file, "layer_norm_eps") | {
         "model_type": "cohere2",
         "attention_bias": has_bias(file, "attn_q"),
         "sliding_window": file.read.count("attention.sliding_window"),
@@ -117,7 +127,7 @@ def _cohere2(file: GGUFMetadata) -> dict[str, Any]:
 
 def _olmo(file: GGUFMetadata) -> dict[str, Any]:
     clip = file.read.get("attention.clamp_kqv", float, 0.0) or None
-    shape = {key: value for key, value in _whole(_shape(file, EPSILON)).items() if key != EPSILON}
+    shape = {key: value for key, value in _rotating_whole(file, EPSILON).items() if key != EPSILON}
     return shape | {"model_type": "olmo", "attention_bias": has_bias(file, "attn_q"), "clip_qkv": clip}
 
 
@@ -168,6 +178,7 @@ def _gpt_neox(file: GGUFMetadata) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "starcoder2": _starcoder2,
     "nemotron": _nemotron,
+    "jais2": _jais2,
     "stablelm": _stablelm,
     "command-r": _cohere,
     "cohere2": _cohere2,
@@ -180,6 +191,7 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
 LAYOUTS = {
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
+    "jais2": JAIS2,
     "cohere": COHERE,
     "cohere2": COHERE,
     "stablelm": STABLELM,

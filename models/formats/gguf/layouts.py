@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from models.formats.gguf import grouped_mixtures, latent_attention, layer_norm_decoders, llama_relatives, names
+from models.config import ConfigReader
+from models.formats.gguf import (
+    fused_attention,
+    grouped_mixtures,
+    latent_attention,
+    layer_norm_decoders,
+    llama_relatives,
+    names,
+)
 from models.formats.gguf.names import TensorLayout
 
 LAYOUTS: dict[str, TensorLayout] = {
@@ -10,6 +18,7 @@ LAYOUTS: dict[str, TensorLayout] = {
     **layer_norm_decoders.LAYOUTS,
     **grouped_mixtures.LAYOUTS,
     **latent_attention.LAYOUTS,
+    **fused_attention.LAYOUTS,
     "apertus": names.APERTUS,
     "llama": names.LLAMA,
     "mistral": names.LLAMA,
@@ -29,6 +38,7 @@ LAYOUTS: dict[str, TensorLayout] = {
     "gpt_oss": names.GPT_OSS,
     "gemma2": names.GEMMA,
     "gemma3_text": names.GEMMA,
+    "gemma3n_text": names.GEMMA3N,
     "gemma4_text": names.GEMMA4,
     "phi3": names.PHI3,
     "glm": names.GLM,
@@ -43,6 +53,14 @@ LAYOUTS: dict[str, TensorLayout] = {
     "lfm2_moe": names.LFM2,
 }
 """By model_type."""
+
+
+def layout_to_read(config: ConfigReader) -> TensorLayout:
+    """Return the layout of a file with this config, which is from read_gguf_config."""
+    model_type = config.require("model_type", str)
+    if model_type == "falcon" and config.raw("num_ln_in_parallel_attn") == 2:
+        return fused_attention.FALCON_TWO_NORMS
+    return LAYOUTS[model_type]
 
 
 def layout_of(model_type: str, config: Any) -> TensorLayout:

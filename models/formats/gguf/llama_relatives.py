@@ -76,6 +76,13 @@ LLAMA4 = TensorLayout(
 ARCEE = replace(
     LLAMA, in_layer={**PRE_NORMS, **ATTENTION, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("up", "down")}}
 )
+BITNET = replace(
+    LLAMA,
+    in_layer={
+        **{**PRE_NORMS, **ATTENTION, **MLP},
+        **{"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+    },
+)
 
 
 def _biases(file: GGUFMetadata, inner: str = "ffn_gate") -> dict[str, bool]:
@@ -84,6 +91,12 @@ def _biases(file: GGUFMetadata, inner: str = "ffn_gate") -> dict[str, bool]:
 
 def _arcee(file: GGUFMetadata) -> dict[str, Any]:
     return rotary_decoder(file) | {"model_type": "arcee"} | _biases(file, "ffn_up")
+
+
+def _bitnet(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of BitNet b1.58. llama.cpp has the first models, whose gate is silu."""
+    biases = {"attention_bias": has_bias(file, "attn_q")}
+    return rotary_decoder(file) | {"model_type": "bitnet", "hidden_act": "silu"} | biases
 
 
 def _smollm3(file: GGUFMetadata) -> dict[str, Any]:
@@ -209,6 +222,7 @@ def ministral3(file: GGUFMetadata) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "arcee": _arcee,
     "llama4": _llama4,
+    "bitnet": _bitnet,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "exaone4": _exaone4,
@@ -224,6 +238,7 @@ CONFIGS: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
 LAYOUTS = {
     "arcee": ARCEE,
     "llama4_text": LLAMA4,
+    "bitnet": BITNET,
     "smollm3": LLAMA,
     "ministral3": LLAMA,
     "ernie4_5": LLAMA,

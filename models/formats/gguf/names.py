@@ -31,6 +31,8 @@ class TensorLayout:
     experts: str = "mlp.experts"
     in_head: Mapping[str, str] = field(default_factory=dict)
     """Lists of modules, one for each head, whose vectors are the rows of one tensor of the file."""
+    numbered: Mapping[str, str] = field(default_factory=dict)
+    """Lists of modules outside of the decoder layers. One tensor of the file has the weights of a list."""
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
     depthwise: tuple[str, ...] = ()
@@ -66,8 +68,10 @@ class TensorLayout:
             return self._expert_name(match[1], match[3], self.in_expert[match[2]])
         return name
 
-    def expert_names(self, name: str, count: int) -> list[str] | None:
-        """Return the names of the modules of experts that a tensor [count, ...] holds; None for other tensors."""
+    def module_names(self, name: str, count: int) -> list[str] | None:
+        """Return the parameters of experts, or of a list of modules, that a tensor [count, ...] holds, else None."""
+        if (match := OUTSIDE_NAME.fullmatch(name)) and match[1] in self.numbered:
+            return [f"{self.numbered[match[1]]}.{i}.{match[2]}" for i in range(count)]
         match = EXPERTS_NAME.fullmatch(name)
         if match is None or match[2] not in {*self.in_expert, *self.joined_in_expert}:
             return None
@@ -166,18 +170,35 @@ GEMMA = TensorLayout(
     },
     norm_offset=1.0,
 )
-GEMMA4 = TensorLayout(
+LAYER_INPUTS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+LAYER_INPUT = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA3N = TensorLayout(
+    {**OUTSIDE_LAYERS, **LAYER_INPUTS},
     {
-        **OUTSIDE_LAYERS,
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        **{**GEMMA.in_layer, **LAYER_INPUT},
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale.weight": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
     },
+    numbered={"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"},
+)
+GEMMA4 = TensorLayout(
+    {**OUTSIDE_LAYERS, **LAYER_INPUTS},
     {
-        **GEMMA.in_layer,
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
+        **{**GEMMA.in_layer, **LAYER_INPUT},
         "layer_output_scale.weight": "layer_scalar",
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         "post_ffw_norm_1": "post_feedforward_layernorm_1",

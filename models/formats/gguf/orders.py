@@ -33,6 +33,8 @@ ROTARY_PAIRS = (
     *("granite", "granitehybrid", "nemotron_h", "nemotron_h_moe"),
 )
 """The architectures in whose q and k the channels of a rotary pair are adjacent."""
+FUSED = ("bloom", "gptneox", "falcon", "internlm2", "baichuan")
+"""The architectures whose converter reorders the rows of a fused projection of queries, keys and values."""
 
 
 def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
@@ -40,9 +42,8 @@ def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
 
     `config`: from read_gguf_config.
     """
-    if architecture in ("bloom", "gptneox"):
-        heads = config.count("n_head" if architecture == "bloom" else "num_attention_heads")
-        return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
+    if architecture in FUSED:
+        return _fused_orders(config, architecture)
     if architecture in ROTARY_PAIRS:
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         return {
@@ -51,6 +52,19 @@ def row_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
         }
     numbers = _value_heads(config, architecture)
     return {} if numbers is None else value_row_orders(*numbers)
+
+
+def _fused_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
+    """Return the order of the architecture's fused projection, as `row_orders` does."""
+    heads = config.count("n_head" if architecture == "bloom" else "num_attention_heads")
+    key_heads = {"falcon": "num_kv_heads", "internlm2": "num_key_value_heads"}.get(architecture)
+    groups = heads if key_heads is None else config.count(key_heads)
+    num_heads = heads + 2 * groups
+    if architecture == "internlm2":
+        return {"wqkv": RowOrder(partial(deinterleave_and_group, heads=heads, groups=groups), 2 * num_heads)}
+    if architecture == "baichuan":
+        return {"W_pack": RowOrder(partial(deinterleave_fused, heads=heads, groups=groups), 2 * num_heads)}
+    return {"query_key_value": RowOrder(partial(group_fused, heads=heads, groups=groups), num_heads)}
 
 
 def column_orders(config: ConfigReader, architecture: str) -> dict[str, RowOrder]:
@@ -88,10 +102,25 @@ def _value_order(group: int, num_keys: int) -> RowOrder:
     return RowOrder(partial(group_by_key, group=group, num_keys=num_keys), group * num_keys)
 
 
-def group_by_head(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows grouped by head: query, key, value. `tensor`: [3 * heads * D, ...] with all queries first."""
-    ordered: Tensor = tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+def group_fused(tensor: Tensor, heads: int, groups: int) -> Tensor:
+    """Return the rows grouped by key head: its queries, key and value.
+
+    `tensor`: [(heads + 2 * groups) * D, ...] with all queries first, then all keys.
+    """
+    by_head = tensor.unflatten(0, (heads + 2 * groups, -1))
+    queries, keys = by_head[:heads].unflatten(0, (groups, -1)), by_head[heads:].unflatten(0, (2, groups))
+    ordered: Tensor = torch.cat((queries, keys.transpose(0, 1)), dim=1).flatten(0, 2)
     return ordered
+
+
+def deinterleave_fused(tensor: Tensor, heads: int, groups: int) -> Tensor:
+    """Return the rows of `group_fused`'s tensor with the rotary pairs of queries and keys half a head apart."""
+    num_turning = tensor.shape[0] // (heads + 2 * groups) * (heads + groups)
+    return torch.cat((deinterleave_rows(tensor[:num_turning], heads + groups), tensor[num_turning:]))
+
+
+def deinterleave_and_group(tensor: Tensor, heads: int, groups: int) -> Tensor:
+    return group_fused(deinterleave_fused(tensor, heads, groups), heads, groups)
 
 
 def group_by_key(tensor: Tensor, group: int, num_keys: int) -> Tensor:

@@ -38,6 +38,9 @@ PHRASE_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 BLOOM_PATTERN = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+FALCON_PATTERNS = r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, r"[0-9][0-9][0-9]"
+RUNS = "|".join(rf"\s{{{length}}}(?!\S)" for length in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+JAIS2_PATTERN = LLAMA3_PATTERN.removesuffix(r"\s+(?!\S)|\s+") + RUNS + r"|\s"
 CASED_LETTERS = (  # DeepSeek's list; Unicode now has more
     r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}"
     r"\x{370}-\x{373}\x{376}\x{377}\x{37B}-\x{37D}\x{37F}\x{386}\x{388}-\x{38A}\x{38C}\x{38E}-\x{3A1}"
@@ -82,7 +85,9 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "stablelm2": PreTokenizer((QWEN_PATTERN,)),
     "qwen35": PreTokenizer((QWEN35_PATTERN,), is_nfc=True),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), BY_THREE_DIGITS),
-    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((GPT4O_PATTERN,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), PreTokenizer((GPT4O_PATTERN,))),
+    "falcon": PreTokenizer(FALCON_PATTERNS),
+    "jais-2": PreTokenizer((JAIS2_PATTERN,)),
     "tekken": PreTokenizer((TEKKEN_PATTERN,), whole_words_first=True, adds_bos=True),
     "deepseek-llm": PreTokenizer(DEEPSEEK_LLM_PATTERNS),
     "deepseek-coder": PreTokenizer(DEEPSEEK_CODER_PATTERNS),
@@ -92,8 +97,8 @@ PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
 """By `tokenizer.ggml.pre`: GPT-2 (and Phi-2, EXAONE 4), MPT (and OLMo, GPT-NeoX), SmolLM (and StarCoder), Command R,
-Llama 3 (and LFM2), Qwen (and Hunyuan A13B), StableLM 2, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini (and Llama 4), Mistral Nemo,
-DeepSeek's three (V3: also Hunyuan's dense models), Seed, K-EXAONE, BLOOM.
+Llama 3 (and LFM2), Qwen (and Hunyuan A13B), StableLM 2, Qwen3.5, GLM-4 and Phi-4, Phi-4-mini (and Llama 4,
+MiniMax-M2), Falcon, Jais 2, Mistral Nemo, DeepSeek's three (V3: also Hunyuan's dense models), Seed, K-EXAONE, BLOOM.
 """
 GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), whole_words_first=True, adds_bos=True, is_byte_level=False)
 """Of the tokenizer `gemma4`, whose files have no `tokenizer.ggml.pre`."""

@@ -18,7 +18,7 @@ from models.formats.base import Checkpoint
 from models.formats.gguf.config import read_gguf_config
 from models.formats.gguf.halves import Halves, find_halves
 from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read_gguf_headers
-from models.formats.gguf.layouts import LAYOUTS
+from models.formats.gguf.layouts import layout_to_read
 from models.formats.gguf.names import TensorLayout
 from models.formats.gguf.orders import column_orders, row_orders
 from models.formats.gguf.scales import SCALED, of_expert, with_scales
@@ -63,7 +63,7 @@ class GGUFWeights:
     def __init__(self, headers: list[GGUFHeader], config: ConfigReader) -> None:
         """`config`: from read_gguf_config. Raises UserError if two tensors have the same Hugging Face name."""
         self.path = headers[0].path
-        self._layout = LAYOUTS[config.require("model_type", str)]
+        self._layout = layout_to_read(config)
         architecture = headers[0].section("general").require("architecture", str)
         self._row_orders = row_orders(config, architecture)
         self._column_orders = column_orders(config, architecture)
@@ -227,10 +227,10 @@ def _decay_log(name: str, stored: Tensor) -> Tensor:
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
-    """Return the Hugging Face tensors that this tensor holds: itself, or the tensors of each expert or head."""
+    """Return the Hugging Face tensors that this tensor holds: itself, or the tensors of several modules."""
     parts = None
     if len(tensor.shape) == (2 if name.endswith("_exps.bias") else 3):
-        parts = layout.expert_names(name, tensor.shape[0])
+        parts = layout.module_names(name, tensor.shape[0])
     elif len(tensor.shape) == 2:
         parts = layout.head_names(name, tensor.shape[0])
     if parts is None or len(parts) % tensor.shape[0] or tensor.shape[1] * tensor.shape[0] % len(parts):

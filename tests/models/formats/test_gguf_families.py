@@ -184,6 +184,44 @@ def test_blocks_are_in_the_order_of_the_weight(
     assert unpacked.equal(weight.T if name == "gpt2" else weight)
 
 
+FUSED = {  # the module, its parts in the file, and whether the rows of a rotary pair are adjacent in the file
+    "falcon": ("transformer.h.0.self_attention.query_key_value", ("attn_qkv",), False),
+    "internlm2": ("model.layers.0.attention.wqkv", ("attn_q", "attn_k", "attn_v"), True),
+}
+
+
+@pytest.mark.long
+@each("name", FUSED)
+def test_blocks_of_queries_keys_and_values(name: str, tmp_path: Path) -> None:
+    """Heads 0 and 1 share key head 0. The blocks and the floats have the rows of each key head together."""
+    module, parts, is_paired = FUSED[name]
+    writer, kind, dim = gguf.GGUFWriter(tmp_path / "x.gguf", name), gguf.GGMLQuantizationType.Q8_0, 16
+    sizes = (writer.add_embedding_length, 64), (writer.add_head_count, 4), (writer.add_head_count_kv, 2)
+    more = (writer.add_block_count, 1), (writer.add_feed_forward_length, 96), (writer.add_vocab_size, 96)
+    for add, value in (*sizes, *more, (writer.add_context_length, 64)):
+        add(value)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    raw = random_blocks("Q8_0", 8 * dim, 64, seed=1)
+    for part, rows in zip(parts, np.split(raw, (64, 96) if is_paired else ()), strict=True):
+        writer.add_tensor(f"blk.0.{part}.weight", np.ascontiguousarray(rows), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    heads = gguf.quants.dequantize(raw, kind).reshape(8, dim, 64)  # 4 of queries, 2 of keys, 2 of values
+    if is_paired:
+        heads[:6] = heads[:6, [*range(0, dim, 2), *range(1, dim, 2)]]
+    expected = heads[[0, 1, 4, 6, 2, 3, 5, 7]].reshape(-1, 64)
+    (weights,) = opened(tmp_path / "x.gguf")
+    assert isinstance(weights, GGUFWeights)
+    ((_, weight),) = weights.read([f"{module}.weight"])
+    weights.keep_codes([module])
+    ((_, blocks),) = weights.read([f"{module}.blocks"])
+    assert np.array_equal(weight.numpy(), expected)
+    assert np.array_equal(gguf.quants.dequantize(blocks.numpy(), kind), expected)
+
+
 ROWS_OF_256: dict[str, dict[str, Any]] = {  # whole blocks of K-quants, and a router that chooses all experts
     "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
     "qwen3_moe": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

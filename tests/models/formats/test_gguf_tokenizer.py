@@ -279,7 +279,8 @@ CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, of DeepSeek-V2 and -V3, BLOOM, Phi-4-mini and GLM-4
+TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+PUBLISHED = {  # pre_tokenizer of tokenizer.json of DeepSeek-V2 and -V3, BLOOM, Phi-4-mini, GLM-4, Falcon and Jais 2
     "deepseek-llm": [
         split("[\r\n]"),
         split(r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+"),  # only the letters of the tests' texts
@@ -308,6 +309,24 @@ PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, of DeepSeek-
             *SPACES,
         )
     ],
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        TO_BYTES | {"use_regex": True},
+        {"type": "Digits", "individual_digits": False},
+        split("[0-9][0-9][0-9]"),
+    ],
+    "jais-2": [
+        split(
+            CONTRACTION,
+            BEFORE_WORD + r"\p{L}+",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            *(rf"\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)),
+            r"\s{1,2}(?!\S)",
+            r"\s{1}",
+        )
+    ],
     "glm4": [split(CONTRACTION, BEFORE_WORD + r"\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", *SPACES)],
 }
 
@@ -317,8 +336,8 @@ def test_ids_match_tokenizer_json(pre: str, tmp_path: Path) -> None:
     """A vocabulary trained on texts that are split as the family's tokenizer.json says, read by transformers and from
     GGUF."""
     settings = json.loads(byte_level().to_str())
-    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*PUBLISHED[pre], to_bytes]}
+    to_bytes = [] if pre == "falcon" else [TO_BYTES]
+    settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*PUBLISHED[pre], *to_bytes]}
     settings["model"] |= {"vocab": {"<s>": 0, "</s>": 1}, "merges": []}
     backend = Backend.from_str(json.dumps(settings))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -328,7 +347,7 @@ def test_ids_match_tokenizer_json(pre: str, tmp_path: Path) -> None:
     backend.train_from_iterator([*TEXTS, TRICKY], trainer)
     plain = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer = load(write(tmp_path / "x.gguf", **pairs(backend, pre)))
-    for text in (*TEXTS, TRICKY, "It's (12345), DON'T…  \n\n", "今天12 é　。", ""):
+    for text in (*TEXTS, TRICKY, "It's (12345), DON'T…  \n\n", "今天12 é　。", "a" + " " * 41 + "b $1,234<=56", ""):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == plain.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
