@@ -20,8 +20,10 @@ from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantSc
 from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
+from kernels.collectives import Threads
 from models.formats.safetensors_writer import save_tensors
 from models.parallel import stage_layers
+from models.sharding import ParallelLayout
 from pipelines.engine import Engine, snapshots
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.request import SequenceGroup
@@ -31,16 +33,18 @@ from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.replicas.engine_process.loading import described
 from tests.helpers import divided_engines, kept_prefixes
-from tests.helpers.builders import all_logits, complete, run_config, write_llama
+from tests.helpers.builders import all_logits, complete, generate, run_config, write_llama
 from tests.helpers.calibrated_ranks import quantized_by
-from tests.helpers.divided import plan_of, stage_steps, whole_steps
+from tests.helpers.divided import plan_of, rank_plan, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
 from tests.helpers.exports import Exports
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.kept_prefixes import BEGINNING, keep
 from tests.helpers.observed_steps import look_ahead, pad
+from tests.helpers.oracle import contrastive_search
 from tests.helpers.quantized_models import CALIBRATED
+from tests.helpers.soft_prefixes import write_paddle
 from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
@@ -63,8 +67,10 @@ SCHEDULES: list[dict[str, Any]] = [
 FEW_BLOCKS = 14  # of four tokens: enough for one row, not for all
 FLOAT_GATES = "in_proj_a. in_proj_b .f_a_proj .f_b_proj .g_a_proj .g_b_proj .b_proj".split()
 MORE_QUANT = {"bfloat16": QuantConfig(scheme=QuantScheme.int8, kv_cache=KVCacheFormat.int8)}
-
-Make = Callable[..., Engine]
+MOST_RANKS = {  # one rank too many, and the heads that are too few
+    "mamba2": (9, "8 heads of a recurrent layer"),
+    "qwen3_next": (3, "2 key heads of a recurrent layer"),
+}
 
 
 @pytest.fixture(scope="module", params=tiers(HYBRID, quick=["lfm2", "qwen3_5_text"], long=HYBRID))
@@ -121,6 +127,32 @@ def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, made: Path,
                 other.scheduler.check_integrity()
         assert preempted
         preempted.clear()
+
+
+@pytest.mark.long
+def test_searches_have_the_results_of_whole_texts(folder: Path, tmp_path: Path) -> None:
+    """Beams and contrastive search as transformers computes them without a cache. Samples as one prompt, to the bit."""
+    name = json.loads((folder / "config.json").read_text())["model_type"]
+    model, engine = HYBRID[name].write(tmp_path, **HYBRID[name].variants[0]), engine_of(folder)
+    beams, samples, contrastive = (generate(engine, SHORT, decode) for decode in SEARCHES)
+    for prompt, found, drawn, chosen in [*zip(SHORT, beams, samples, contrastive, strict=True)][:1]:
+        ids = torch.tensor([prompt])
+        settings = {
+            "num_beams": 3,
+            "num_return_sequences": 3,
+            "max_new_tokens": 9,
+            "pad_token_id": 0,
+            "use_cache": False,
+        }
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
+        assert [row.token_ids for row in found.completions] == expected[:, len(prompt) :].tolist()
+        assert chosen.completions[0].token_ids == contrastive_search(model, prompt, 0.6, 4, 9)
+        assert len({(*row.token_ids,) for row in drawn.completions}) == 4
+        for row in drawn.completions:
+            whole = DecodeConfig(max_new_tokens=1, prompt_logprobs=1, prefix_cache=False)
+            (output,) = generate(engine, [prompt + row.token_ids], whole)
+            assert output.prompt_logprobs
+            assert row.logprobs == output.prompt_logprobs[len(prompt) - 1 :]
 
 
 def fill_pools(engine: Engine) -> None:
@@ -409,12 +441,19 @@ def test_calibration_computes_each_sample_from_an_empty_state(folder: Path) -> N
             assert quantized_by(changed, PROMPTS, tp, pp) == made
 
 
-def test_features_without_states_are_refused_by_name(folder: Path) -> None:
+def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
     if not engine.executor.cache.tensors:  # a Mamba-2 without a context limit has more slots
         engine = engine_of(folder, kv_cache_memory=str(40 * slot_bytes(engine)))
     refused = "is not supported for a model with recurrent layers"
+    write_paddle(tmp_path / "prefix.npy", 4, num_layers=4)
+    prefixed = replace(run, model=replace(run.model, prefixes={"story": str(tmp_path / "prefix.npy")}))
+    with pytest.raises(UserError, match=f"model.prefixes.story: a soft prefix {refused}: leave it out"):
+        load_engine(prefixed, 1)
+    tp, heads = MOST_RANKS.get(json.loads((folder / "config.json").read_text())["model_type"], (5, "4 query heads"))
+    with pytest.raises(UserError, match=f"tp={tp} is more than the {heads} .*this model: give at most {tp - 1}"):
+        rank_plan(run, ParallelLayout(tp), Threads.of(1)[0])
     with pytest.raises(UserError, match="the request has 21 sequences, which need 42 slots .*, but there are 40"):
         engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))
