@@ -120,13 +120,13 @@ def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports,
 
 
 def test_the_prefix_cache(folders: dict[str, Path]) -> None:
-    prompt, decode = [*range(20, 60)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
+    prompt, decode = [*range(20, 120)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
     results = []
     for folder in folders.values():
         engine = load_engine(run_config(folder), 1)
-        results.append([generate(engine, [prompt], decode)[0] for _ in range(2)])
+        results.append([generate(engine, [prompt], decode)[0] for _ in range(3)])
     assert [output.num_cached_tokens for output in results[1]] == [output.num_cached_tokens for output in results[0]]
-    assert results[1][1].num_cached_tokens > 0
+    assert results[1][-1].num_cached_tokens > 0  # a recurrent state is saved where the second prompt knows the blocks
     assert [output.completions for output in results[1]] == [output.completions for output in results[0]]
 
 
