@@ -48,6 +48,7 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 
     Raises UserError for a file that is missing, damaged or for another model, and for a model that supports no prefix.
     """
+    model.config.capabilities.refuse_recurrent("a soft prefix")
     if path.is_file() or (path / PADDLE).is_file():
         prefix = _read_paddle(path if path.is_file() else path / PADDLE, model)
     elif (path / PEFT_CONFIG).is_file():
@@ -70,8 +71,6 @@ def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
         return "which caches latents instead of keys and values"
     if capabilities.has_windows:
         return "whose sliding windows would lose the prefix"
-    if capabilities.is_recurrent:
-        return "whose recurrent layers cannot begin after a prefix"
     if any(content.heads is None for content in model.layer_caches):
         return "some of whose layers read the keys and values of earlier layers"
     return None

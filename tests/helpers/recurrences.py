@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kernels import build
+from kernels.threads import set_threads
+from tests.helpers.ways import computing, every_way
+
 NUM_SLOTS = 7
 LENGTHS = [1, 63, 0, 5, 150]
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -27,9 +31,11 @@ def assert_near_float64(result: Tensor, expected: Tensor, factor: float = 1) -> 
     assert error <= factor * TOLERANCES[result.dtype] * expected.square().sum().sqrt()
 
 
-def compute_sequences(compute: Recurrence, state_shape: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+def compute_sequences(
+    compute: Recurrence, state_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the result of all sequences together, and the states after the sequences that store one, by sequence."""
-    states = torch.full((NUM_SLOTS, *state_shape), torch.nan)
+    states = torch.full((NUM_SLOTS, *state_shape), torch.nan, dtype=dtype)
     reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])
     result = compute(slice(None), states, STARTS, reads, writes, STARTS[1:], torch.tensor(LENGTHS))
     assert states[[1, 2, 4, 5]].isnan().all()  # of no sequence, or of one without a token
@@ -38,6 +44,21 @@ def compute_sequences(compute: Recurrence, state_shape: tuple[int, ...]) -> tupl
 
 def assert_same_bits(result: Tensor, expected: Tensor) -> None:
     assert result.equal(expected)
+
+
+def check_instruction_sets(
+    compute: Recurrence, state_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> None:
+    """Check that results and states have the same bits in every instruction set, with one thread and with three."""
+    results, names = [], [way for way in every_way() if way in build.INSTRUCTION_SETS]
+    for name, num_threads in [*((name, 1) for name in names[:1]), *((name, 3) for name in names)]:
+        with computing(name):
+            set_threads(num_threads)
+            results.append(compute_sequences(compute, state_shape, dtype))
+    for result, last_states in results[1:]:
+        assert_same_bits(result, results[0][0])
+        for s, state in last_states.items():
+            assert_same_bits(state, results[0][1][s])
 
 
 def check_cuts(

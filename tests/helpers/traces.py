@@ -70,6 +70,7 @@ def scheduler_of_memory(memory: int, token_bytes: int, slot_bytes: int) -> Sched
     num_blocks, num_slots = choose_sizes(rooms, BLOCK_SIZE, 0, StateManager.num_needed(RUNNING), str(memory))
     blocks = BlockManager(num_blocks, BLOCK_SIZE)
     states = StateManager(num_slots, saves_outputs=slot_bytes < MIN_TOKENS * token_bytes)
+    assert num_blocks * BLOCK_SIZE * token_bytes + num_slots * slot_bytes <= memory
     return Scheduler(blocks, RUNNING, BUDGET, ModelCapabilities(), None, states, {TURN_END})
 
 
@@ -84,9 +85,12 @@ def hit_rate(scheduler: Scheduler, turns: Iterator[Turn]) -> float:
         num_tokens += len(turn.prompt)
         while len(scheduler.running) + len(scheduler.waiting) == RUNNING:
             num_cached += _step(scheduler, outputs)
+        if id % 16 == 0:  # each check visits all blocks
+            scheduler.check_integrity()
     while scheduler.running or scheduler.waiting:
         num_cached += _step(scheduler, outputs)
-    scheduler.check_integrity()
+    blocks, states = scheduler.block_manager, scheduler.state_manager
+    assert (blocks.num_free_blocks, states.num_free_slots) == (blocks.num_blocks, states.num_slots)
     return num_cached / num_tokens
 
 

@@ -9,7 +9,15 @@ from kernels.gated_delta import gated_delta, state_shape
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
-from tests.helpers.recurrences import SEQUENCES, STARTS, assert_near_float64, check_cuts, gated_delta_in_float64, noise
+from tests.helpers.recurrences import (
+    SEQUENCES,
+    STARTS,
+    assert_near_float64,
+    check_cuts,
+    check_instruction_sets,
+    gated_delta_in_float64,
+    noise,
+)
 from tests.helpers.ways import any_way
 
 
@@ -35,6 +43,7 @@ def test_any_cut_has_the_bits_of_the_whole(
         def compute(piece: slice, states: Tensor, *slots: Tensor, decay: Tensor = decay, logs: Any = logs) -> Tensor:
             return gated_delta(qkv[piece], decay[piece], write_gate[piece], *logs, states, group, num_values, *slots)
 
+        check_instruction_sets(compute, state_shape(num_heads, num_keys, num_values))
         result = check_cuts(compute, state_shape(num_heads, num_keys, num_values))
         inputs = [(qkv[piece], [decay[piece], write_gate[piece], *logs]) for piece in SEQUENCES]
         expected = [gated_delta_in_float64(*parts, key_heads, (num_keys, num_values)) for parts in inputs]

@@ -8,6 +8,7 @@ from kernels.short_conv import short_conv
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
+from tests.helpers.recurrences import STARTS, check_instruction_sets
 from tests.helpers.ways import any_way
 
 NUM_SLOTS = 7
@@ -41,6 +42,11 @@ def test_any_cut_has_the_bits_of_the_whole(channels: int, num_taps: int, threads
     weight, generator = noise(num_taps, channels, dtype=dtype, seed=1), torch.Generator().manual_seed(2)
     bias = noise(channels, dtype=dtype, seed=3) if channels % 2 else None
     projected = noise(sum(LENGTHS), channels * (1 if channels % 3 else 3), dtype=dtype, seed=4)
+    check_instruction_sets(
+        lambda piece, *slots: short_conv(projected[: STARTS[-1]][piece], weight, bias, *slots),
+        (num_taps - 1, channels),
+        dtype,
+    )
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     states = torch.full((NUM_SLOTS, num_taps - 1, channels), torch.nan, dtype=dtype)
     reads, writes = torch.full((len(LENGTHS),), -1), torch.tensor([3, -1, 5, 0, 6])

@@ -8,7 +8,15 @@ from kernels.ssd import ssd, state_shape
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
-from tests.helpers.recurrences import SEQUENCES, STARTS, assert_near_float64, check_cuts, noise, ssd_in_float64
+from tests.helpers.recurrences import (
+    SEQUENCES,
+    STARTS,
+    assert_near_float64,
+    check_cuts,
+    check_instruction_sets,
+    noise,
+    ssd_in_float64,
+)
 from tests.helpers.ways import any_way
 
 BOUNDS = {torch.float32: (0.0, torch.inf), torch.bfloat16: (0.25, 2.0), torch.float16: (0.001, 1.5)}  # of the step
@@ -35,6 +43,7 @@ def test_any_cut_has_the_bits_of_the_whole(
         of_heads = dt_bias, decay_log, skip
         return ssd(xbc[piece], dt[piece], *of_heads, states, group, channels, *bounds, *slots)
 
+    check_instruction_sets(compute, state_shape(num_heads, num_states, channels))
     result = check_cuts(compute, state_shape(num_heads, num_states, channels))
     sizes = [num_heads * channels, num_groups * num_states, num_groups * num_states]
     x, keys, queries = xbc.double().split(sizes, 1)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -26,6 +28,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from conf.decoding import DecodeConfig
@@ -50,7 +54,7 @@ from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
 from tests.helpers.conversion import convert
 from tests.helpers.deepseek import SMALL as DEEPSEEK
-from tests.helpers.hybrid_families import KIMI
+from tests.helpers.hybrid_families import DELTA, KIMI, MAMBA2
 from tests.helpers.quantized_models import CACHES, SCHEMES, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_adapters import write_random_adapter
 from tests.helpers.tiers import in_turn, tiers
@@ -83,7 +87,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str]]] 
         lambda: KimiLinearConfig(**KIMI, layer_types=["linear_attention", "full_attention"] * 2),
         ["q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj", "kv_a_proj_with_mqa", "o_proj"],
     ),
+    "qwen3_5_text": (
+        Qwen3_5ForCausalLM,
+        lambda: Qwen3_5TextConfig(**DELTA, layer_types=["linear_attention", "full_attention"] * 2),
+        ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj"],
+    ),
+    "bamba": (
+        BambaForCausalLM,
+        lambda: BambaConfig(**MAMBA2, attn_layer_indices=[1, 3]),
+        ["in_proj", "out_proj", "q_proj", "down_proj"],
+    ),
 }
+QUICK = [name for name in FAMILIES if name not in ("qwen3_5_text", "bamba")]
 MIXED: Rows = [
     (PROMPTS[0], "one"),
     (PROMPTS[1], None),
@@ -140,7 +155,7 @@ def test_every_scheme_and_cache(scheme: str, kv_cache: str, models: Path, tmp_pa
     check_bits(base, {name: models / name for name in ("one", "two")}, quant)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=QUICK, long=FAMILIES))
 def test_families_as_peft(family: str, tmp_path: Path) -> None:
     kind, config, modules = FAMILIES[family]
     write_random(tmp_path / "base", kind, config())

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -19,30 +20,39 @@ from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantSc
 from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
+from kernels.collectives import Threads
 from models.formats.safetensors_writer import save_tensors
 from models.parallel import stage_layers
+from models.sharding import ParallelLayout
 from pipelines.engine import Engine, snapshots
+from pipelines.engine.recorded_steps import RecordedSteps
+from pipelines.engine.request import SequenceGroup
 from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.replicas.engine_process.loading import described
 from tests.helpers import divided_engines, kept_prefixes
-from tests.helpers.builders import all_logits, complete, run_config, write_llama
+from tests.helpers.builders import all_logits, complete, generate, run_config, write_llama
 from tests.helpers.calibrated_ranks import quantized_by
-from tests.helpers.divided import plan_of, stage_steps, whole_steps
+from tests.helpers.divided import plan_of, rank_plan, stage_steps, whole_steps
 from tests.helpers.drafts import Hostile
 from tests.helpers.exports import Exports
 from tests.helpers.family import noted
 from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.kept_prefixes import BEGINNING, keep
-from tests.helpers.observed_steps import pad
+from tests.helpers.observed_steps import look_ahead, pad
+from tests.helpers.oracle import contrastive_search
 from tests.helpers.quantized_models import CALIBRATED
+from tests.helpers.soft_prefixes import write_paddle
 from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 SHORT = [prompt for prompt in PROMPTS if len(prompt) < 10]
 ROWS = DecodeConfig(max_new_tokens=12, logprobs=20)
+DRAWN = DecodeConfig(
+    max_new_tokens=12, temperature=1.3, seed=5, ignore_eos=True
+)  # steps with these settings look ahead
 SEARCHES = [
     DecodeConfig(max_new_tokens=9, num_beams=3, num_return_sequences=3),
     DecodeConfig(max_new_tokens=9, n=4, temperature=1.0, seed=3, logprobs=1),
@@ -57,8 +67,10 @@ SCHEDULES: list[dict[str, Any]] = [
 FEW_BLOCKS = 14  # of four tokens: enough for one row, not for all
 FLOAT_GATES = "in_proj_a. in_proj_b .f_a_proj .f_b_proj .g_a_proj .g_b_proj .b_proj".split()
 MORE_QUANT = {"bfloat16": QuantConfig(scheme=QuantScheme.int8, kv_cache=KVCacheFormat.int8)}
-
-Make = Callable[..., Engine]
+MOST_RANKS = {  # one rank too many, and the heads that are too few
+    "mamba2": (9, "8 heads of a recurrent layer"),
+    "qwen3_next": (3, "2 key heads of a recurrent layer"),
+}
 
 
 @pytest.fixture(scope="module", params=tiers(HYBRID, quick=["lfm2", "qwen3_5_text"], long=HYBRID))
@@ -83,13 +95,15 @@ def engine_of(folder: Path, dtype: str = "float32", batch_size: int = 7, **devic
 
 @pytest.mark.skipif(build.library() is None, reason="torch's sums may run in an order of their own")
 def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, made: Path, preempted: list[Any]) -> None:
-    """Searches fork and drop sequences whose states share a slot. Slots begin with NaN, and are reused at once.
+    """Searches fork and drop sequences whose states share a slot. The pools begin with NaN, and slots are reused at once.
 
-    The exported model runs in small steps, and with preemption.
+    Alone, a row is computed without recorded steps. The exported model runs in small steps, and with preemption.
     """
     for dtype in ("float32", "bfloat16"):
         engine = engine_of(folder, dtype)
+        engine.executor.stop_recording()
         alone = [complete(engine, [prompt], ROWS)[0] for prompt in PROMPTS]
+        drawn = [complete(engine, [prompt], DRAWN)[0] for prompt in PROMPTS]
         searched = [[complete(engine, [prompt], decode)[0] for prompt in SHORT] for decode in SEARCHES]
         runs = [(folder, schedule) for schedule in (None, {}, *SCHEDULES)]
         for model, schedule in runs + [(made, schedule) for schedule in SCHEDULES[1::2]] * (dtype == "float32"):
@@ -98,17 +112,53 @@ def test_bits_are_the_same_in_any_company_and_schedule(folder: Path, made: Path,
                 manager = other.scheduler.block_manager
                 manager.pin(manager.allocate(manager.num_free_blocks - FEW_BLOCKS))
                 other.requests = replace(other.requests, num_blocks=FEW_BLOCKS)
-            for state in other.executor.cache.states:
-                state.fill_(torch.nan)
+            fill_pools(other)
+            decode_steps, ahead = other.executor.decode_steps, look_ahead(other)
             if schedule is None:
                 pad(other, 3)  # decode steps as in a CUDA graph
             with noted((model, dtype, schedule)):
-                assert complete(other, PROMPTS, ROWS) == alone
+                for in_order in (list, reversed):
+                    assert complete(other, [*in_order(PROMPTS)], ROWS) == [*in_order(alone)]
+                assert complete(other, PROMPTS, DRAWN) == drawn
+                assert any(ahead) or schedule == {"block_size": 1}  # there each token may leave a snapshot
+                assert schedule is None or (isinstance(decode_steps, RecordedSteps) and decode_steps.shapes)
                 for decode, expected in zip(SEARCHES, searched, strict=True):
                     assert complete(other, SHORT, decode) == expected
                 other.scheduler.check_integrity()
         assert preempted
         preempted.clear()
+
+
+@pytest.mark.long
+def test_searches_have_the_results_of_whole_texts(folder: Path, tmp_path: Path) -> None:
+    """Beams and contrastive search as transformers computes them without a cache. Samples as one prompt, to the bit."""
+    name = json.loads((folder / "config.json").read_text())["model_type"]
+    model, engine = HYBRID[name].write(tmp_path, **HYBRID[name].variants[0]), engine_of(folder)
+    beams, samples, contrastive = (generate(engine, SHORT, decode) for decode in SEARCHES)
+    for prompt, found, drawn, chosen in [*zip(SHORT, beams, samples, contrastive, strict=True)][:1]:
+        ids = torch.tensor([prompt])
+        settings = {
+            "num_beams": 3,
+            "num_return_sequences": 3,
+            "max_new_tokens": 9,
+            "pad_token_id": 0,
+            "use_cache": False,
+        }
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
+        assert [row.token_ids for row in found.completions] == expected[:, len(prompt) :].tolist()
+        assert chosen.completions[0].token_ids == contrastive_search(model, prompt, 0.6, 4, 9)
+        assert len({(*row.token_ids,) for row in drawn.completions}) == 4
+        for row in drawn.completions:
+            whole = DecodeConfig(max_new_tokens=1, prompt_logprobs=1, prefix_cache=False)
+            (output,) = generate(engine, [prompt + row.token_ids], whole)
+            assert output.prompt_logprobs
+            assert row.logprobs == output.prompt_logprobs[len(prompt) - 1 :]
+
+
+def fill_pools(engine: Engine) -> None:
+    """Fill keys, values and states with NaN and infinity, and codes with a number."""
+    for i, tensor in enumerate([*engine.executor.cache.tensors, *engine.executor.cache.states]):
+        tensor.fill_((torch.nan, torch.inf)[i % 2] if tensor.dtype.is_floating_point else 99)
 
 
 def slot_bytes(engine: Engine) -> int:
@@ -148,6 +198,71 @@ SYSTEM = [*range(30, 60), EOS]
 QUESTIONS = [[*range(60 + i, 74 + i), EOS, 4] for i in range(3)]
 
 
+def with_eos(folder: Path, copy: Path) -> Path:
+    copytree(folder, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return copy
+
+
+def nan_in_state(engine: Engine, row: SequenceGroup) -> None:
+    for state in engine.executor.cache.states:
+        state[row.sequences[0].state_slots[-1]] = torch.nan
+
+
+ROW_EVENTS: dict[str, Callable[[Engine, SequenceGroup], None]] = {
+    "preempted": lambda engine, row: engine.scheduler._preempt(row),
+    "cancelled": Engine.cancel,
+    "NaN": nan_in_state,
+}
+
+
+def test_a_row_may_end_or_give_way_after_each_token(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing leaks. The other rows, one of which gets the slot of the first one, have their bits. A step of lookahead is
+    dropped with its row."""
+    monkeypatch.setattr(snapshots, "MIN_TOKENS", 4)
+    prompts = [[*range(5, 11), EOS, *range(12, 16)], [8], [16, 17, 18]]
+    for decode, events in ((replace(ROWS, ignore_eos=True), [*ROW_EVENTS]), (DRAWN, ["cancelled", "NaN"])):
+        engine = engine_of(
+            with_eos(folder, tmp_path / str(len(events))), batch_size=2, block_size=4, max_batched_tokens=2
+        )
+        alone = [complete(engine, [prompt], replace(decode, prefix_cache=False))[0] for prompt in prompts]
+        ahead = look_ahead(engine)
+        scheduler, num_reused = engine.scheduler, 0
+        for event, num_steps in product(events, range(1, 24)):
+            salted = replace(decode, cache_salt=f"{event} {num_steps}")
+            first, *others = (engine.add(engine.request(i, prompt, salted)) for i, prompt in enumerate(prompts))
+            for _ in range(num_steps):
+                engine.step()
+            ends_well = not first.sequences or event == "preempted"
+            if first.sequences:
+                row = first.sequences[0]
+                slot, is_last = row.state_slots[-1], row.num_output_tokens == decode.max_new_tokens - 1
+                ends_well |= event == "NaN" and is_last and decode is DRAWN  # its last step is computed already
+                ROW_EVENTS[event](engine, first)
+            while any(group.sequences for group in (first, *others)):
+                engine.step()
+                scheduler.check_integrity()
+                num_reused += event != "preempted" and any(slot in s.state_slots for s in others[1].sequences)
+            with noted((event, num_steps)):
+                assert [group.completions[0] for group in others] == alone[1:]
+                assert first.completions == ({0: alone[0]} if ends_well else {})
+                assert (first.error is not None) == (event == "NaN" and not ends_well)
+                assert scheduler.state_manager.num_free_slots == scheduler.state_manager.num_slots
+                assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+        assert ends_well  # after the last number of steps
+        assert num_reused
+        assert any(ahead) == (decode == DRAWN)
+        for number, token in enumerate(alone[0].token_ids):
+            stopped = complete(engine, prompts, replace(decode, stop_token_ids=[token], cache_salt=f"stop {number}"))
+            end = alone[0].token_ids.index(token) + 1
+            assert stopped[0].token_ids == alone[0].token_ids[:end]
+            assert all(
+                row.token_ids == lone.token_ids[: len(row.token_ids)] for row, lone in zip(stopped, alone, strict=True)
+            )
+
+
 def answers(engine: Engine, fresh: Engine, *prompts: list[int]) -> tuple[list[int], list[int]]:
     """Return the first answer and each prompt's number of cached tokens. All answers equal those without a cache."""
     decode = DecodeConfig(max_new_tokens=13, ignore_eos=True, logprobs=20)
@@ -165,9 +280,7 @@ def test_prefixes_end_at_snapshots_and_have_the_bits_of_a_whole_prompt(
     """Prompts that begin with a first turn, with a whole conversation, with its prompt alone, and with blocks of a text
     without turns; two of them in one step."""
     monkeypatch.setattr(snapshots, "MIN_TOKENS", 8)
-    folder, made = copytree(folder, tmp_path / "with eos"), copytree(made, tmp_path / "export with eos")
-    for copy in (folder, made):
-        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    folder, made = with_eos(folder, tmp_path / "with eos"), with_eos(made, tmp_path / "export with eos")
     for dtype, model in (("float32", folder), ("bfloat16", folder), ("float32", made)):
         engine, fresh = (engine_of(copy, dtype, block_size=4) for copy in (model, folder))
         for state in engine.executor.cache.states:
@@ -328,12 +441,19 @@ def test_calibration_computes_each_sample_from_an_empty_state(folder: Path) -> N
             assert quantized_by(changed, PROMPTS, tp, pp) == made
 
 
-def test_features_without_states_are_refused_by_name(folder: Path) -> None:
+def test_features_without_states_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     run = run_config(folder)
     engine = engine_of(folder)
     if not engine.executor.cache.tensors:  # a Mamba-2 without a context limit has more slots
         engine = engine_of(folder, kv_cache_memory=str(40 * slot_bytes(engine)))
     refused = "is not supported for a model with recurrent layers"
+    write_paddle(tmp_path / "prefix.npy", 4, num_layers=4)
+    prefixed = replace(run, model=replace(run.model, prefixes={"story": str(tmp_path / "prefix.npy")}))
+    with pytest.raises(UserError, match=f"model.prefixes.story: a soft prefix {refused}: leave it out"):
+        load_engine(prefixed, 1)
+    tp, heads = MOST_RANKS.get(json.loads((folder / "config.json").read_text())["model_type"], (5, "4 query heads"))
+    with pytest.raises(UserError, match=f"tp={tp} is more than the {heads} .*this model: give at most {tp - 1}"):
+        rank_plan(run, ParallelLayout(tp), Threads.of(1)[0])
     with pytest.raises(UserError, match="the request has 21 sequences, which need 42 slots .*, but there are 40"):
         engine.request(0, [5], DecodeConfig(n=21, temperature=1.0, max_new_tokens=1))
     kept = replace(run, device=replace(run.device, kept_prefixes=["missing"]))

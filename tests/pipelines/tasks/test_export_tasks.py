@@ -23,16 +23,24 @@ from pipelines.tasks.evaluate import run_evaluate
 from pipelines.tasks.predict import run_predict
 from tests.helpers.builders import generate, run_config
 from tests.helpers.exports import Exports
+from tests.helpers.hybrid_families import HYBRID
 from tests.helpers.server import served
+from tests.helpers.small_tokenizers import byte_level, save
 from tests.helpers.speculative_jobs import NGRAM, ROWS, job, metrics, rows_file
 
 pytestmark = pytest.mark.long
 TEXTS = ["Once upon a time, there was a little girl.", "今天天气很好", "don't"]
 
 
-@pytest.fixture(scope="module")
-def folders(chatty: Path, exports: Exports) -> dict[str, Path]:
-    """Return a model and its export."""
+@pytest.fixture(scope="module", params=["llama", "lfm2", "qwen3_5_text", "kimi_linear", "bamba"])
+def folders(
+    chatty: Path, exports: Exports, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Return a model and its export: without recurrent layers, and with recurrent layers of each kind."""
+    if request.param != "llama":
+        row, tokenizer, chatty = HYBRID[request.param], byte_level(), tmp_path_factory.mktemp(request.param)
+        row.write(chatty, **row.variants[0], vocab_size=tokenizer.get_vocab_size(), eos_token_id=1)
+        save(tokenizer, chatty)
     return {"model": chatty, "exported": exports.of(run_config(chatty))}
 
 
@@ -112,13 +120,13 @@ def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports,
 
 
 def test_the_prefix_cache(folders: dict[str, Path]) -> None:
-    prompt, decode = [*range(20, 60)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
+    prompt, decode = [*range(20, 120)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
     results = []
     for folder in folders.values():
         engine = load_engine(run_config(folder), 1)
-        results.append([generate(engine, [prompt], decode)[0] for _ in range(2)])
+        results.append([generate(engine, [prompt], decode)[0] for _ in range(3)])
     assert [output.num_cached_tokens for output in results[1]] == [output.num_cached_tokens for output in results[0]]
-    assert results[1][1].num_cached_tokens > 0
+    assert results[1][-1].num_cached_tokens > 0  # a recurrent state is saved where the second prompt knows the blocks
     assert [output.completions for output in results[1]] == [output.completions for output in results[0]]
 
 
