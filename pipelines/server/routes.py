@@ -107,8 +107,8 @@ def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
 def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body: Any = parse_request(route.kind, await request.body())
-        session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
+        session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         return EngineResponse(
             service,
             session,

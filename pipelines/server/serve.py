@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
-from pipelines.server.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
+from pipelines.server.guard import MAX_HEAD_BYTES, NO_KEYS, check_host, read_admin_keys, read_keys, whole_error
 from pipelines.server.records import RequestLog
 from pipelines.server.service import Service
 
@@ -47,6 +47,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """
     config = run.serve
     keys = read_keys(config.api_keys)
+    admins = read_admin_keys(config, keys)
     check_host(config, keys)
     with _bound(config) as listener:
         jobs = _jobs(config)
@@ -62,7 +63,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
                 print(server.state_slot, flush=True)
 
         try:
-            server = _Server(run, chat, keys, request_log, jobs)
+            server = _Server(run, chat, request_log, keys, admins, jobs)
             number = asyncio.run(server.run(listener, say, SIGNALS))
         finally:
             request_log.close()
@@ -83,7 +84,7 @@ def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
         closing(Chat.open(run.model, run.serve)) as chat,
         closing(RequestLog(folder / "requests.jsonl")) as request_log,
     ):
-        server = _Server(run, chat, {}, request_log, None)
+        server = _Server(run, chat, request_log)
 
         def serve() -> None:
             try:
@@ -123,14 +124,20 @@ class _Server:
     """The HTTP server, the engine and the batch jobs of one process."""
 
     def __init__(
-        self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog, jobs: BatchJobs | None
+        self,
+        run: RunConfig,
+        chat: Chat,
+        request_log: RequestLog,
+        keys: Mapping[str, bytes] = NO_KEYS,
+        admins: Mapping[str, bytes] = NO_KEYS,
+        jobs: BatchJobs | None = None,
     ) -> None:
         self._config = run.serve
         self._engine = EngineClient(run) if run.serve.replicas == 1 else replicas_of(run)
         self._service = Service(run.model, run.serve, self._engine, request_log)
         self._jobs = jobs
         chat.prepare()
-        app = create_app(self._service, chat, keys, jobs)
+        app = create_app(self._service, chat, keys, jobs, admins)
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,

@@ -134,7 +134,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ServeConfig, "serve", RANGE, {"drain_s": [-1], "stall_s": [0], "max_connections": [0], "replicas": [0]}),
     (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
     (ServeConfig, "serve", FORM, {"response_template": [""]}),
-    (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"]}),
+    (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"], "admin_keys": ["keys"]}),
 ]  # fmt: skip
 """Values that are invalid in themselves, by field: config, group, code."""
 RAY, BENCH = ParallelConfig(ParallelMode.ray, replicas=2), {"task": Task.bench}

@@ -104,4 +104,5 @@ def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, emb
         max_text_tokens=settings.get("max_tokens"),
         prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
         state_slot=slot_cost(engine.executor.cache),
+        adapters={adapter.name: adapter.digest for adapter in engine.adapters.ids},
     )
