@@ -31,7 +31,8 @@ def as_saved(run: RunConfig) -> RunConfig:
     serve, quant, decode, convert = run.serve, run.quant, run.decode, run.convert
     convert_paths: dict[str, Any] = {key: _given(getattr(convert, key)) for key in ("output", "lora", "imatrix")}
     speculation = replace(decode.speculation, model_path=_existing(decode.speculation.model_path))
-    serve_paths: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "batches")}
+    serve_paths: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "admin_keys", "batches")}
+    serve_paths["adapter_folders"] = [_absolute(folder) for folder in serve.adapter_folders]
     return replace(
         run,
         model=replace(model, **model_paths),

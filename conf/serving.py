@@ -23,6 +23,15 @@ class ServeConfig:
     """Name that requests give as `model`; null: the name of the model's folder or file."""
     api_keys: str | None = None
     """File with a name and a key per line; null: the lines of the environment's QUINTET_API_KEYS, or no keys."""
+    adapter_folders: list[str] = field(default_factory=list)
+    """Folders below which admins may load LoRA adapters over HTTP; empty: none."""
+    admin_keys: str | None = option(
+        None, only_with={"adapter_folders": is_set(give="[FOLDER]", reason="without which there is nothing for admins")}
+    )
+    """File of admins' keys, of the form of `api_keys`; null: the lines of the environment's QUINTET_ADMIN_KEYS.
+
+    They are valid on all routes.
+    """
     allowed_hosts: list[str] = field(default_factory=list)
     """Names that the Host header may have in addition to `host` and the loopback names."""
     allowed_origins: list[str] = field(default_factory=list)

@@ -173,32 +173,50 @@ class AdapterTables:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRATarget)}
         self._num_slots, self._dtype, self._device = num_slots, dtype, device
 
-    def enlarge_tables(self, adapter: Adapter) -> bool:
-        """Enlarge each layer's table to the adapter's rank. Return whether a table was replaced.
+    def fit(self, adapters: Collection[Adapter]) -> bool:
+        """Give each layer a table of the largest rank of these adapters, or none. Return whether a table has changed.
 
-        Steps that were recorded with the old table do not use the new one.
+        Steps that were recorded with the old tables do not use the new ones. If memory is too small, torch's error is
+        raised and no table is replaced.
         """
-        has_grown = False
-        for name, factors in adapter.factors.items():
-            layer, rank = self._layers[name], len(factors.a)
-            if layer.adapters is None or layer.adapters.max_rank < rank:
-                layer.adapters, has_grown = self._enlarged_table(layer, rank), True
-        return has_grown
+        misfits = self._misfits(adapters)
+        tables = {layer: self._table(layer, rank) if rank else None for layer, rank in misfits.items()}
+        for layer, table in tables.items():
+            layer.adapters = table
+        return bool(tables)
 
-    def _enlarged_table(self, layer: LoRATarget, rank: int) -> AdapterTable:
+    def missing_bytes(self, adapters: Collection[Adapter]) -> int:
+        """Return the bytes of the tables that `fit` would make."""
+        num_values = sum(rank * sum(layer.shape) for layer, rank in self._misfits(adapters).items())
+        return self._num_slots * num_values * self._dtype.itemsize
+
+    def _misfits(self, adapters: Collection[Adapter]) -> dict[LoRATarget, int]:
+        """Return the layers whose table has another rank than these adapters need, with this rank."""
+        needed = dict.fromkeys(self._layers, 0)
+        for adapter in adapters:
+            for name, factors in adapter.factors.items():
+                needed[name] = max(needed[name], len(factors.a))
+        ranks = {layer: needed[name] for name, layer in self._layers.items()}
+        return {
+            layer: rank for layer, rank in ranks.items() if rank != (layer.adapters.max_rank if layer.adapters else 0)
+        }
+
+    def _table(self, layer: LoRATarget, rank: int) -> AdapterTable:
+        """Return a new table with the content of the layer's table. Content beyond `rank` belongs to no adapter."""
         (outputs, inputs), old = layer.shape, layer.adapters
         table = AdapterTable.empty(self._num_slots, rank, inputs, outputs, self._dtype, self._device)
         if old is not None:
-            table.a[:, : old.max_rank].copy_(old.a)
-            table.b[:, : old.max_rank].copy_(old.b)
-            table.ranks.copy_(old.ranks)
+            common = min(rank, old.max_rank)
+            table.a[:, :common].copy_(old.a[:, :common])
+            table.b[:, :common].copy_(old.b[:, :common])
+            table.ranks.copy_(old.ranks.clamp(max=rank))
             table.scales.copy_(old.scales)
         return table
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Write an adapter into a slot.
 
-        Call `enlarge_tables` first. Layers that the adapter does not change get an empty slot.
+        Call `fit` first. Layers that the adapter does not change get an empty slot.
         """
         for name, layer in self._layers.items():
             if layer.adapters is None:

@@ -17,7 +17,8 @@ class AdapterId:
 class AdapterSlots:
     """A fixed number of adapter slots.
 
-    An unused adapter stays resident until its slot is needed; the least recently used is evicted first.
+    An unused adapter stays resident until its slot is needed; the least recently used is evicted first. A pinned
+    adapter is never evicted.
     """
 
     def __init__(self, num_slots: int, fill: Callable[[int, AdapterId], None]) -> None:
@@ -26,6 +27,7 @@ class AdapterSlots:
         self._fill = fill
         self._resident: dict[AdapterId, int] = {}  # least recently used first
         self._users: Counter[AdapterId] = Counter()
+        self._pinned: set[AdapterId] = set()
 
     @property
     def resident(self) -> list[AdapterId]:
@@ -40,7 +42,7 @@ class AdapterSlots:
         slot = self._resident.pop(adapter, None)
         if slot is None:
             if not self._free:
-                idle = next((resident for resident in self._resident if not self._users[resident]), None)
+                idle = next(filter(self._is_evictable, self._resident), None)
                 if idle is None:
                     return None
                 self.forget(idle)
@@ -53,8 +55,19 @@ class AdapterSlots:
     def release(self, adapter: AdapterId) -> None:
         self._users[adapter] -= 1
 
+    def pin(self, adapter: AdapterId) -> None:
+        """Keep the adapter resident from its first use until `forget`.
+
+        An adapter waits forever if the pinned adapters have all slots.
+        """
+        self._pinned.add(adapter)
+
     def forget(self, adapter: AdapterId) -> None:
         """Free the adapter's slot, if it has one. The adapter must be unused."""
         assert not self._users[adapter]
+        self._pinned.discard(adapter)
         if adapter in self._resident:
             self._free.append(self._resident.pop(adapter))
+
+    def _is_evictable(self, adapter: AdapterId) -> bool:
+        return not self._users[adapter] and adapter not in self._pinned

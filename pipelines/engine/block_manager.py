@@ -19,6 +19,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._adapter_of: dict[int, str] = {}
         self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
 
@@ -65,11 +66,22 @@ class BlockManager:
     def num_owners(self, block: int) -> int:
         return self._references[block]
 
-    def remember(self, block: int, value: bytes) -> None:
-        """Add a full, computed block to the prefix cache. If another block has this hash already, that block stays."""
+    def remember(self, block: int, value: bytes, adapter: str | None = None) -> None:
+        """Add a full, computed block to the prefix cache. If another block has this hash already, that block stays.
+
+        `adapter`: the digest of the adapter that the block was computed with.
+        """
         if value not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = value
             self._block_of[value] = block
+            if adapter is not None:
+                self._adapter_of[block] = adapter
+
+    def forget(self, adapter: str) -> None:
+        """Remove an adapter's blocks from the prefix cache. No request may use the adapter."""
+        for block in [block for block, digest in self._adapter_of.items() if digest == adapter]:
+            self._forget(block)
+            self._empty.append(block)
 
     def free(self, blocks: list[int]) -> None:
         """Release the caller's blocks.
@@ -86,9 +98,12 @@ class BlockManager:
 
     def _evict(self) -> int:
         block = next(iter(self._cached))
-        del self._cached[block]
-        del self._block_of[self._hash_of.pop(block)]
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        del self._cached[block], self._block_of[self._hash_of.pop(block)]
+        self._adapter_of.pop(block, None)
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise RuntimeError unless reference counts match the tables and each block has exactly one state."""
@@ -101,3 +116,5 @@ class BlockManager:
             raise RuntimeError(f"blocks do not add up: {counts}")
         if {block: value for value, block in self._block_of.items()} != self._hash_of:
             raise RuntimeError("hashes and blocks do not match")
+        if not self._adapter_of.keys() <= self._hash_of.keys():
+            raise RuntimeError("a block of an adapter has no hash")

@@ -1,7 +1,7 @@
 """The engine: requests in, outputs out. `StepLoop` runs the steps."""
 
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,17 +87,33 @@ class Engine(StepLoop):
         self.use(self._make_executor(model, cache, num_graph_sequences, width, self.config.decode_threads))
         self._num_graph_sequences = num_graph_sequences
 
-    def load_adapter(self, name: str, folder: str | Path) -> None:
+    def load_adapter(self, name: str, folder: str | Path, is_pinned: bool = False) -> None:
         """Load the LoRA adapter of a folder; it replaces an adapter of the same name.
 
-        Raises UserError as `Adapters.load` does.
+        `is_pinned`: whether it keeps its slot from its first use on. Raises UserError as `Adapters.load` does.
         """
-        if self.adapters.load(name, Path(folder), self.scheduler.adapters_in_use):
-            self.run_over(self.executor.model, self.executor.cache, self._num_graph_sequences)
+        with self._adapters_change():
+            self.adapters.load(name, Path(folder), self.scheduler.adapters_in_use, is_pinned)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter. Raises UserError if the name is unknown or a request uses the adapter."""
-        self.adapters.unload(name, self.scheduler.adapters_in_use)
+        """Remove an adapter and its blocks of the prefix cache.
+
+        Raises UserError if the name is unknown or a request uses the adapter.
+        """
+        with self._adapters_change():
+            self.adapters.unload(name, self.scheduler.adapters_in_use)
+
+    @contextmanager
+    def _adapters_change(self) -> Iterator[None]:
+        """Drop what a change of the adapters makes invalid: prefixes of adapters that are gone, and recorded steps."""
+        digests, version = self.adapters.digests, self.adapters.table_version
+        try:
+            yield
+        finally:
+            for digest in digests - self.adapters.digests:
+                self.scheduler.prefix_cache.forget(digest)
+            if self.adapters.table_version != version:
+                self.run_over(self.executor.model, self.executor.cache, self._num_graph_sequences)
 
     def request(
         self,

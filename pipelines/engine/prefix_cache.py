@@ -69,10 +69,15 @@ class PrefixCache:
         if full > before:
             self._extend_hashes(sequence, full)
             for i in range(before, full):
-                self._blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
-            self._windows.remember(sequence, before, full)
+                self._blocks.remember(sequence.block_table[i], sequence.block_hashes[i], _adapter(sequence))
+            self._windows.remember(sequence, before, full, _adapter(sequence))
             if self.saves_state(sequence, sequence.num_computed_tokens):
                 self._save_state(sequence)
+
+    def forget(self, adapter: str) -> None:
+        """Remove what was computed with the adapter of this digest. No request may use the adapter."""
+        for part in self._blocks, self._windows, self._states:
+            part.forget(adapter)
 
     def saves_state(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return whether the state after this number of tokens becomes a snapshot."""
@@ -84,7 +89,7 @@ class PrefixCache:
     def _save_state(self, sequence: Sequence) -> None:
         size, end, last = self._blocks.block_size, sequence.num_computed_tokens, sequence.last_snapshot
         hashes = sequence.block_hashes
-        self._states.remember(sequence.state_slots[-1], hashes[end // size - 1])
+        self._states.remember(sequence.state_slots[-1], hashes[end // size - 1], _adapter(sequence))
         # A snapshot of an output replaces none of the prompt: the next prompt may lack the output's reasoning. Small
         # states are not superseded: blocks are scarcer, and an evicted last block makes the earlier snapshot useful.
         if last >= sequence.num_prompt_tokens:
@@ -98,3 +103,8 @@ class PrefixCache:
         extend_hashes(
             sequence.block_hashes, sequence.token_ids, num_blocks, self._blocks.block_size, root, num_prefix_tokens
         )
+
+
+def _adapter(sequence: Sequence) -> str | None:
+    """Return the digest of the sequence's adapter."""
+    return sequence.request.adapter.digest if sequence.request.adapter else None

@@ -38,6 +38,7 @@ class StateManager:
         self._owners = [0] * num_slots
         self._hash_of: dict[int, bytes] = {}
         self._slot_of: dict[bytes, int] = {}
+        self._adapter_of: dict[int, str] = {}
         self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
         self._num_hits = Counter[int]()
@@ -97,11 +98,16 @@ class StateManager:
                 return depth, [slot]
         return 0, []
 
-    def remember(self, slot: int, value: bytes) -> None:
-        """Make the caller's slot a snapshot. An earlier snapshot with this hash stays, as if it were just used."""
+    def remember(self, slot: int, value: bytes, adapter: str | None = None) -> None:
+        """Make the caller's slot a snapshot. An earlier snapshot with this hash stays, as if it were just used.
+
+        `adapter`: the digest of the adapter that the state was computed with.
+        """
         earlier = self._slot_of.setdefault(value, slot)
         if earlier == slot:
             self._hash_of[slot] = value
+            if adapter is not None:
+                self._adapter_of[slot] = adapter
             return
         self._superseded.discard(earlier)
         if earlier in self._cached:
@@ -117,6 +123,12 @@ class StateManager:
         """Empty the slot of a snapshot, unless a sequence owns it or has read it."""
         slot = self._slot_of.get(value)
         if slot in self._cached and not self._num_hits[slot]:
+            self._forget(slot)
+            self._empty.append(slot)
+
+    def forget(self, adapter: str) -> None:
+        """Empty the slots of an adapter's snapshots. No request may use the adapter."""
+        for slot in [slot for slot, digest in self._adapter_of.items() if digest == adapter]:
             self._forget(slot)
             self._empty.append(slot)
 
@@ -153,6 +165,7 @@ class StateManager:
     def _forget(self, slot: int) -> None:
         del self._cached[slot], self._slot_of[self._hash_of.pop(slot)], self._num_hits[slot]
         self._superseded.discard(slot)
+        self._adapter_of.pop(slot, None)
 
     def check_integrity(self, owned: Iterable[list[int]]) -> None:
         """Raise RuntimeError unless reference counts match the sequences' slots, and each slot has exactly one state."""
@@ -164,5 +177,8 @@ class StateManager:
             raise RuntimeError(f"state slots do not add up: {numbers}")
         if {slot: value for value, slot in self._slot_of.items()} != self._hash_of:
             raise RuntimeError("snapshots and their hashes do not match")
-        if not self._cached.keys() | self._superseded | self._num_hits.keys() <= self._hash_of.keys():
-            raise RuntimeError("a cached, superseded or counted slot has no hash")
+        if (
+            not self._cached.keys() | self._superseded | self._num_hits.keys() | self._adapter_of.keys()
+            <= self._hash_of.keys()
+        ):
+            raise RuntimeError("a cached, superseded or counted slot, or a slot of an adapter, has no hash")

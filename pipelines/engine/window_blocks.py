@@ -105,10 +105,17 @@ class WindowBlocks:
         sequence.window_table, sequence.window_start = [0] * first + window, first
         return depth
 
-    def remember(self, sequence: Sequence, before: int, full: int) -> None:
-        """Add the blocks from number `before` to `full` - 1, which are full, to the prefix cache."""
+    def remember(self, sequence: Sequence, before: int, full: int, adapter: str | None) -> None:
+        """Add the blocks from number `before` to `full` - 1, which are full, to the prefix cache.
+
+        `adapter`: as in `BlockManager.remember`.
+        """
         for i in range(max(before, sequence.window_start), full if self.num_blocks else 0):
-            self._blocks.remember(sequence.window_table[i], sequence.block_hashes[i])
+            self._blocks.remember(sequence.window_table[i], sequence.block_hashes[i], adapter)
+
+    def forget(self, adapter: str) -> None:
+        """Remove an adapter's blocks from the prefix cache. No request may use the adapter."""
+        self._blocks.forget(adapter)
 
     def _first_block(self, num_computed: int) -> int:
         """Return the number of the first block that the token after `num_computed` tokens attends to."""

@@ -11,18 +11,21 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from conf.errors import UserError
 from kernels.collectives.gloo import Gloo
 from kernels.threads import use_cores
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from pipelines.engine.adapters import AdapterChange, LoadAdapter
 from pipelines.engine.executor import Executor, Operation
 from pipelines.engine.kv_cache import CacheRoom
 from pipelines.engine.operations import Execute
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading.model_plan import ModelPlan
-from pipelines.loading.rank_operations import Count, Counts, MakeExecutor
+from pipelines.loading.rank_operations import Count, Counts, LoadedAdapter, MakeExecutor
 from pipelines.loading.shard_plan import shard_plan
 from pipelines.ranks.control import Workers
 from pipelines.ranks.encoding import result_type
@@ -36,6 +39,7 @@ class _PendingOperation:
 
     kind: Any
     """The result's type."""
+    device: torch.device
     result: Any = None
 
 
@@ -47,6 +51,10 @@ class Driver:
         self.workers, self.context = workers, workers.context
         self.pending: deque[_PendingOperation] = deque()
         """Operations whose results have not arrived yet, oldest first. Operations of an earlier executor are included."""
+        self._rooms: list[CacheRoom] | None = None
+        tp, pp = self.context.parallel_layout.tp, self.context.parallel_layout.pp
+        self.answering = tp * (pp - 1) if pp > 1 else None
+        """The worker rank that returns results; None if rank 0 computes them itself."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the workers. Also runs when this object is garbage-collected."""
 
@@ -56,7 +64,35 @@ class Driver:
 
     def other_rooms(self) -> list[CacheRoom]:
         """Return the other ranks' memory for their caches. Raises RankLost if a rank cannot load its shard."""
-        return self.workers.answers(CacheRoom)
+        if self._rooms is None:  # the first answers of the workers
+            self._rooms = self.workers.answers(CacheRoom)
+        return self._rooms
+
+    def change_adapters(self, change: AdapterChange) -> None:
+        """Repeat a change on the workers, and wait until they have read a new adapter.
+
+        Raises UserError if a worker cannot load the adapter, and RankLost.
+        """
+        if not isinstance(change, LoadAdapter):
+            self.workers.tell(change)
+            return
+        self.other_rooms()
+        self.receive_pending()
+        self.workers.tell(change, answering=range(1, self.context.size))
+        if errors := [loaded.error for loaded in self.workers.answers(LoadedAdapter) if loaded.error]:
+            raise UserError(errors[0])
+
+    def receive_oldest(self) -> None:
+        """Receive the result of the oldest operation in flight. Results arrive in the order of the operations."""
+        assert self.answering is not None
+        pending = self.pending[0]
+        pending.result = self.workers.answer_of(self.answering, pending.kind, pending.device)
+        self.pending.popleft()
+
+    def receive_pending(self) -> None:
+        """Receive the results of all operations in flight, which arrive before later answers."""
+        while self.pending:
+            self.receive_oldest()
 
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
@@ -88,11 +124,7 @@ class DriverExecutor(Executor):
         sizes = cache.num_blocks, cache.num_slots, cache.num_window_blocks
         self._workers.tell(MakeExecutor(*sizes, num_graph_sequences, table_width))
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
-        tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
-        self._answering = tp * (pp - 1) if pp > 1 else None
-        """The worker rank that returns results; None if rank 0 computes them itself."""
-        self.num_microbatches = pp
-        self._pending = driver.pending
+        self.num_microbatches = driver.context.parallel_layout.pp
 
     @property
     def weight_bytes(self) -> int:
@@ -122,30 +154,23 @@ class DriverExecutor(Executor):
     def begin(self, operation: Operation[T]) -> Callable[[], T]:
         """Broadcast an operation and run rank 0's share. Raises RankLost if another rank failed."""
         kind = result_type(operation)
-        answering = () if self._answering is None or kind is NoneType else (self._answering,)
+        last = self.driver.answering
+        answering = () if last is None or kind is NoneType else (last,)
         self._workers.tell(operation, answering)
         result = self._workers.meanwhile(partial(operation.compute, self))
         if not answering:
             return lambda: result
-        pending = _PendingOperation(kind)
-        self._pending.append(pending)
+        pending = _PendingOperation(kind, self.device)
+        self.driver.pending.append(pending)
         return partial(self._wait_for, pending)
 
     def _wait_for(self, pending: _PendingOperation) -> Any:
         while pending.result is None:
-            self._receive_oldest()
+            self.driver.receive_oldest()
         return pending.result
 
-    def _receive_oldest(self) -> None:
-        """Receive the result of the oldest operation in flight. Results arrive in the order of the operations."""
-        assert self._answering is not None
-        pending = self._pending[0]
-        pending.result = self._workers.answer_of(self._answering, pending.kind, self.device)
-        self._pending.popleft()
-
     def _other_ranks_counts(self, num_sequences: int = 1) -> list[Counts]:
-        """Return the counts of the worker ranks. Receives the results of operations in flight first."""
-        while self._pending:
-            self._receive_oldest()
+        """Return the counts of the worker ranks."""
+        self.driver.receive_pending()
         self._workers.tell(Count(num_sequences), answering=range(1, self.driver.context.size))
         return self._workers.answers(Counts)

@@ -57,6 +57,7 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerpr
         "predict.adapter": run.predict.adapter,
         "predict.chat_template": template_fingerprint(run.predict.chat_template),
     }
+    parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     if run.model.prefixes:
         parts["predict.prefix"] = run.predict.prefix
     if run.predict.max_prompt_tokens is not None:
@@ -65,7 +66,10 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerpr
 
 
 def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
-    """Return what determines the tokens that follow a prompt. The run's decode settings must be resolved."""
+    """Return what determines the tokens that follow a prompt without an adapter.
+
+    The run's decode settings must be resolved.
+    """
     model = source.checkpoint.path
     tokenizer = engine.tokenizer.source if engine.tokenizer else None
     parts: Fingerprint = {
@@ -87,7 +91,6 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
     if run.quant.imatrix is not None:
         parts["quant.imatrix"] = sha256_of(Path(run.quant.imatrix).expanduser())
     parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
-    parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")
@@ -97,7 +100,8 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
 def answer_fingerprint(
     run: RunConfig, source: ModelSource, engine: Engine, more: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:
-    """Return the fingerprint of the bits of a server's answers, or None if the bits depend on more than the request.
+    """Return the fingerprint of the bits of a server's answers without an adapter, or None if they depend on more than
+    the request.
 
     `run`: has resolved decode settings. `more`: further settings that determine the bits, by name.
     """

@@ -18,6 +18,14 @@ class MakeExecutor:
 
 
 @dataclass(frozen=True)
+class LoadedAdapter:
+    """A worker's answer to `LoadAdapter`."""
+
+    error: str | None
+    """The reason why this rank does not have the adapter."""
+
+
+@dataclass(frozen=True)
 class Counts:
     """The counts of a rank's executor and process."""
 

@@ -6,11 +6,11 @@ import torch
 
 from conf.schema import DeviceConfig
 from models.batch import KVCache
-from pipelines.engine.adapters import AdapterChange
+from pipelines.engine.adapters import AdapterChange, LoadAdapter
 from pipelines.engine.executor import Executor, Operation
 from pipelines.engine.kv_cache import CacheRoom, free_memory
 from pipelines.engine.operations import OPERATIONS
-from pipelines.loading.adapter_table import make_adapters
+from pipelines.loading.adapter_table import load_as_rank_0, make_adapters
 from pipelines.loading.cache_allocation import allocate_cache, room_of
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.quantize.ranks import BeginQuantization, UseStaticCache, share_of
@@ -69,6 +69,8 @@ class RankShard:
             case UseStaticCache():
                 assert self._cache is not None
                 self._cache = self._share.static_cache(self._cache)
+            case LoadAdapter():
+                return load_as_rank_0(self._adapters, operation, self._rank)
             case _:
                 self._adapters.repeat(operation, self._rank)
         return None

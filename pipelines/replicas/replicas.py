@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from conf.errors import UserError
-from pipelines.replicas.engine_process.client import Answer, EngineClient, EngineGone
-from pipelines.replicas.engine_process.frames import Beat, Ready, Submit, SubmitPooled
+from pipelines.replicas.engine_process.client import Answer, EngineClient, EngineGone, EngineRefused
+from pipelines.replicas.engine_process.frames import Beat, LoadAdapter, Ready, Submit, SubmitPooled
 
 CHUNK_TOKENS = 16  # tokens of a chunk, as in a block of the KV cache
 LEAD = 0.5  # share of serve.batch_size by which an engine may exceed the least busy engine
@@ -28,9 +28,12 @@ class Replicas:
 
     @property
     def info(self) -> Ready | None:
-        """The loaded model with the smallest cache; None while no model is loaded."""
-        infos = [replica.client.info for replica in self._ready()]
-        return min((info for info in infos if info), key=lambda info: info.num_cache_tokens, default=None)
+        """The loaded model with the smallest cache, and the adapters of all engines; None while no model is loaded."""
+        infos = [info for replica in self._ready() if (info := replica.client.info)]
+        if not infos:
+            return None
+        adapters = {name: digest for info in infos for name, digest in info.adapters.items()}
+        return min(infos, key=lambda info: info.num_cache_tokens).having(adapters)
 
     @property
     def beat(self) -> Beat | None:
@@ -57,15 +60,44 @@ class Replicas:
         names = sorted({str(info.fingerprint) for info in infos})
         if len(names) > 1:
             raise UserError(f"the replicas would answer differently ({', '.join(names)}): give them equal machines")
+        for info in infos:
+            if different := {name for name, digest in infos[0].adapters.items() if info.adapters.get(name) != digest}:
+                problem = f"the replicas have different adapters {min(different)}"
+                raise UserError(f"{problem}: give all machines the same files")
         return min(infos, key=lambda info: info.num_cache_tokens)
 
     def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
         """Send a request to one of the engines. `news`: as for Answer. Raises EngineGone if no engine is ready."""
         chunks = chunks_of(submit)
-        chosen = self._choose(chunks)
+        chosen = self._choose(chunks, submit.adapter)
         answer = chosen.client.submit(submit, news)
         chosen.remember(chunks)
         return answer
+
+    async def load_adapter(self, adapter: LoadAdapter) -> str:
+        """Load an adapter in all engines, and return its digest. Engines that restart load it before any request.
+
+        If one engine cannot load it, no engine keeps it. Raises EngineRefused and EngineGone.
+        """
+        clients = [client for client in self._clients if client.info is not None]
+        loads = (client.load_adapter(adapter) for client in clients)
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        digests = {result for result in results if isinstance(result, str)}
+        errors = [result for result in results if isinstance(result, BaseException)]
+        refused = next((error for error in errors if not isinstance(error, EngineGone)), None)
+        if refused is None and len(digests) > 1:
+            refused = EngineRefused(f"the replicas have different files in {adapter.path}: give all machines the same")
+        if refused is not None or not digests:
+            await self.unload_adapter(adapter.name)
+            raise refused or next(iter(errors), EngineGone("the engines are loading their model"))
+        (digest,) = digests
+        for client in self._clients:
+            client.expect_adapter(adapter.of(digest))
+        return digest
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter, which no request uses, in all engines. Raises EngineRefused."""
+        await asyncio.gather(*(client.unload_adapter(name) for client in self._clients))
 
     async def ended(self) -> None:
         """Wait until all engines have ended and are not restarted. Raises the exception of the first that ended."""
@@ -80,8 +112,8 @@ class Replicas:
         ready = [replica for replica in self._replicas if replica.client.info is not None]
         return [replica for replica in ready if replica.fingerprint == ready[0].fingerprint]
 
-    def _choose(self, chunks: list[int]) -> "Replica":
-        ready = self._ready()
+    def _choose(self, chunks: list[int], adapter: str | None) -> "Replica":
+        ready = [replica for replica in self._ready() if adapter is None or replica.has(adapter)]
         if not ready:
             raise EngineGone("the engines are loading their model")
         least = min(replica.num_requests for replica in ready)
@@ -111,6 +143,10 @@ class Replica:
     @property
     def num_chunks(self) -> int:
         return len(self._chunks)
+
+    def has(self, adapter: str) -> bool:
+        """Return whether the engine is loaded and has an adapter of this name."""
+        return self.client.info is not None and adapter in self.client.info.adapters
 
     def num_known(self, chunks: list[int]) -> int:
         """Return how many leading chunks are most likely in the cache."""

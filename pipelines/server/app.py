@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -9,13 +10,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from conf.compose import version
+from pipelines.server.adapter_routes import BODIES, add_adapters
 from pipelines.server.api.batches import BatchRequest
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.requests import Shape
 from pipelines.server.batch_routes import LineSender, add_batches, add_files
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.error_handlers import add_errors
-from pipelines.server.guard import Guard
+from pipelines.server.guard import NO_KEYS, Guard
 from pipelines.server.model_routes import add_models
 from pipelines.server.openapi import describe, responses
 from pipelines.server.responses.background import KeptResponses
@@ -25,10 +26,16 @@ from pipelines.server.service import Service
 from pipelines.server.state_routes import add_state
 
 
-def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: BatchJobs | None = None) -> ASGIApp:
+def create_app(
+    service: Service,
+    chat: Chat,
+    keys: Mapping[str, bytes],
+    jobs: BatchJobs | None = None,
+    admins: Mapping[str, bytes] = NO_KEYS,
+) -> ASGIApp:
     """Return the application that serves `service`. Requests need one of `keys`, unless `keys` is empty.
 
-    `jobs`: batches and files. None disables their routes.
+    `jobs`: batches and files. None disables their routes. `admins`: as for Guard.
     """
     app = FastAPI(
         title="Quintet", version=version(), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -40,6 +47,7 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
     add_routes(app, service, chat, kept)
     if kept is not None:
         add_responses(app, kept)
+    add_adapters(app, service)
     if jobs is not None:
         jobs.send = LineSender(service, chat)
         add_files(app, jobs, service.config.send_timeout_s)
@@ -47,15 +55,15 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
 
     @functools.cache
     def description() -> bytes:
-        kinds: list[type[Shape]] = [*(route.kind for route in ROUTES.values()), BatchRequest]
-        return json.dumps(describe(app, kinds, bool(keys))).encode()
+        bodies = (route.kind for route in ROUTES.values())
+        return json.dumps(describe(app, [*bodies, BatchRequest, *BODIES], bool(keys))).encode()
 
     @app.get("/openapi.json", responses=responses(200, 503))
     async def openapi() -> Response:
         """Return this OpenAPI description."""
         return Response(description(), media_type="application/json")
 
-    guarded: ASGIApp = Guard(app, service, keys)
+    guarded: ASGIApp = Guard(app, service, keys, admins)
     if origins := service.config.allowed_origins:
         guarded = CORSMiddleware(guarded, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return guarded

@@ -9,6 +9,7 @@ import msgspec
 
 from pipelines.replicas.engine_process.client import Answer, EngineGone, RemoteEngine
 from pipelines.replicas.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
+from pipelines.replicas.served_adapters import ServedAdapter
 from pipelines.server.admission import Admission, WaitingPrompt
 from pipelines.server.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.server.api.generation import Named, RequestContext
@@ -46,14 +47,21 @@ class EngineSession:
         context: RequestContext,
         named: Named,
         response_store: ResponseStore | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> None:
-        """`named`: the adapter or soft prefix that the request's `model` selects."""
+        """`named`: the adapter or soft prefix that the request's `model` selects.
+
+        `adapter`: the adapter, which stays loaded until `end`.
+        """
         self.context = context
         self.record = record
         self.named = named
         self.response_store = response_store
         self.dones: dict[int, Done] = {}
         """Final frames by prompt index: token counts, or the embedding."""
+        self._adapter = adapter
+        if adapter is not None:
+            adapter.began()
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
@@ -62,8 +70,8 @@ class EngineSession:
 
     @property
     def info(self) -> Ready:
-        """The loaded model, with the limits that the soft prefix leaves. Raises ApiError (503) without a model."""
-        return loaded(self._engine).after(self.named.prefix)
+        """The loaded model with the request's adapter or soft prefix. Raises ApiError (503) without a model."""
+        return loaded(self._engine).with_named(*self.named)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
         """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503)."""
@@ -134,6 +142,9 @@ class EngineSession:
         for in_flight in self._in_flight:
             self._begun(in_flight.waiting)
             in_flight.answer.cancel()
+        if self._adapter is not None:
+            self._adapter.done()
+            self._adapter = None
         if reason is not None:
             self.record.finish.append(reason)
             self._metrics.ended_early(reason)

@@ -10,8 +10,10 @@ import os
 import re
 import stat
 import traceback
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 from starlette.responses import JSONResponse
@@ -20,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conf.errors import UserError
 from conf.serving import LOOPBACK, ServeConfig
 from conf.support.sizes import num_bytes
+from pipelines.server.api.adapters import ADMIN
 from pipelines.server.api.errors import ANTHROPIC, ApiError, draining, failed
 from pipelines.server.hosts import HostRule, in_origin_form
 from pipelines.server.records import Record
@@ -30,24 +33,26 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 << 10
 MAX_PATH = 256  # characters of a path in the log
 BODY_S = 30.0  # time limit for the arrival of a body
-KEYS = "QUINTET_API_KEYS"
+KEYS, ADMIN_KEYS = "QUINTET_API_KEYS", "QUINTET_ADMIN_KEYS"
 NO_KEY = ("/health", "/ready")
+NO_KEYS: Mapping[str, bytes] = MappingProxyType({})
 UPLOAD = ("POST", "/v1/files")  # this body is streamed to disk
 WHILE_DRAINING = ("/health", "/metrics", "/version")
 TRACE_CONTEXT = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def read_keys(file: str | None) -> dict[str, bytes]:
+def read_keys(file: str | None, setting: str = "serve.api_keys", variable: str = KEYS) -> dict[str, bytes]:
     """Return the keys by name, from a file or else from the environment; empty if there are none. Raises UserError.
 
-    The environment variable is removed, so that child processes do not inherit the keys.
+    `setting`: the setting that names the file. `variable`: the environment variable, which is removed, so that child
+    processes do not inherit the keys.
     """
-    in_environment = os.environ.pop(KEYS, "")
+    in_environment = os.environ.pop(variable, "")
     if file is None:
-        source, text = KEYS, in_environment
+        source, text = variable, in_environment
     else:
-        source = f"serve.api_keys={file}"
+        source = f"{setting}={file}"
         try:
             path = Path(file).expanduser()
             text = path.read_text(encoding="utf-8")
@@ -70,6 +75,21 @@ def read_keys(file: str | None) -> dict[str, bytes]:
     return keys
 
 
+def read_admin_keys(config: ServeConfig, keys: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the keys of admins by name. `keys`: the other keys.
+
+    Raises UserError if a name or a key is also one of `keys`, and if adapters may be loaded without a key of an admin.
+    """
+    admins = read_keys(config.admin_keys, "serve.admin_keys", ADMIN_KEYS)
+    if config.adapter_folders and not admins:
+        remedy = f"give serve.admin_keys=FILE or the environment's {ADMIN_KEYS}"
+        raise UserError(f"serve.adapter_folders needs keys of admins: {remedy}")
+    for name, key in admins.items():
+        if name in keys or key in keys.values():
+            raise UserError(f"serve.admin_keys: {name} or its key is also in serve.api_keys: give it once")
+    return admins
+
+
 def check_host(config: ServeConfig, keys: dict[str, bytes]) -> None:
     """Raise UserError for an address that other machines can reach without a key."""
     if config.host not in LOOPBACK and not keys:
@@ -80,13 +100,18 @@ def check_host(config: ServeConfig, keys: dict[str, bytes]) -> None:
 class Guard:
     """The outermost application: rejects invalid requests before the routes, and answers unhandled exceptions."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: dict[str, bytes]) -> None:
-        """`keys`: the API keys by name; empty: no key is required."""
+    def __init__(
+        self, app: ASGIApp, service: Service, keys: Mapping[str, bytes], admins: Mapping[str, bytes] = NO_KEYS
+    ) -> None:
+        """`keys`: the API keys by name; empty: no key is required, except on the paths of admins.
+
+        `admins`: the keys that are valid on all paths.
+        """
         config = service.config
         self._app = app
         self._service = service
         self._hosts = HostRule((config.host, *config.allowed_hosts))
-        self._keys = keys
+        self._keys, self._admins = keys, admins
         self._body_limits = num_bytes(config.max_body), "serve.max_body", BODY_S
         self._upload_limits = num_bytes(config.max_upload), "serve.max_upload", config.request_timeout_s
 
@@ -139,8 +164,15 @@ class Guard:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
         self._hosts.check(scope, headers.get(b"host"))
-        if self._keys and scope["path"] not in NO_KEY:
-            record.key = self._name_of(_key(scope["path"], headers))
+        path = scope["path"]
+        if path in ADMIN and not (self._admins and self._service.config.adapter_folders):
+            remedy = "start the server with serve.adapter_folders=[FOLDER] and serve.admin_keys=FILE"
+            raise ApiError(403, f"this server loads no adapters while it runs: {remedy}", "permission_error")
+        if (self._keys or path in ADMIN) and path not in NO_KEY:
+            record.key = self._name_of(_key(path, headers))
+        if path in ADMIN and record.key not in self._admins:
+            message = "this API key is not the key of an admin: give one of serve.admin_keys"
+            raise ApiError(403, message, "permission_error")
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]
@@ -154,7 +186,8 @@ class Guard:
 
     def _name_of(self, presented_key: bytes) -> str:
         """Return the name of a key. All keys are compared in constant time, so that timing reveals nothing."""
-        names = [name for name, key in self._keys.items() if hmac.compare_digest(key, presented_key)]
+        keys = {**self._keys, **self._admins}
+        names = [name for name, key in keys.items() if hmac.compare_digest(key, presented_key)]
         if not names:
             remedy = "give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
             message = f"the API key is missing or unknown: {remedy}"

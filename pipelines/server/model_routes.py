@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from pipelines.server.api.answer_shapes import AnthropicModel, AnthropicModels, Model, Models
+from pipelines.server.api.chat_format import ServedFormat
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.requests import Name
@@ -41,16 +42,18 @@ class ModelPage(BaseModel):
 
 def add_models(app: FastAPI, service: Service, chat: Chat) -> None:
     def length(name: str) -> int:
-        return loaded(service.engine).after(service.named(name).prefix).context_length
+        return loaded(service.engine).with_named(*service.named(name)).context_length
 
-    async def described(name: str) -> dict[str, Any]:
-        served = await chat.in_thread(0, lambda: chat.format)
+    def created(name: str) -> int:
+        return adapter.created if (adapter := service.adapters.find(name)) else service.created
+
+    def described(name: str, served: ServedFormat) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": created(name),
             "owned_by": "quintet",
-            "root": service.model_name,
+            "root": adapter.root if (adapter := service.adapters.find(name)) else service.model_name,
             "parent": None if name == service.model_name else service.model_name,
             "max_model_len": length(name),
             "context_length": length(name),
@@ -62,7 +65,7 @@ def add_models(app: FastAPI, service: Service, chat: Chat) -> None:
             "id": name,
             "type": "model",
             "display_name": name,
-            "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+            "created_at": datetime.fromtimestamp(created(name), UTC).isoformat(),
             "max_input_tokens": length(name),
             "max_tokens": length(name),
         }
@@ -71,7 +74,8 @@ def add_models(app: FastAPI, service: Service, chat: Chat) -> None:
     async def models(request: Request, page: Annotated[ModelPage, Query()]) -> JSONResponse:
         """List the model, its adapters and its soft prefixes."""
         if not _is_anthropics(request.headers):
-            return JSONResponse({"object": "list", "data": [await described(name) for name in service.model_names]})
+            served = await chat.in_thread(0, lambda: chat.format)  # first, because names come and go meanwhile
+            return JSONResponse({"object": "list", "data": [described(name, served) for name in service.model_names]})
         names, has_more = page.of(service.model_names)
         ids = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
         return JSONResponse({"data": list(map(described_for_anthropic, names)), **ids, "has_more": has_more})
@@ -80,7 +84,8 @@ def add_models(app: FastAPI, service: Service, chat: Chat) -> None:
     async def model(request: Request, model: str) -> JSONResponse:
         """Describe one model, adapter or soft prefix."""
         is_anthropics = _is_anthropics(request.headers)
-        return JSONResponse(described_for_anthropic(model) if is_anthropics else await described(model))
+        served = await chat.in_thread(0, lambda: chat.format)
+        return JSONResponse(described_for_anthropic(model) if is_anthropics else described(model, served))
 
 
 def _is_anthropics(headers: Headers) -> bool:

@@ -72,10 +72,10 @@ def _handler(
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body: Any = parse_request(route.kind, await request.body())
-        session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         is_background = bool(getattr(body, "background", False))
         has_own_limit = is_background or bool(getattr(body, "stream", False))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, has_own_limit)
+        session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         if is_background and kept is not None:
             return await kept.start(session, body, seconds)
         return EngineResponse(

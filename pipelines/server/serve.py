@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
-from pipelines.server.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
+from pipelines.server.guard import MAX_HEAD_BYTES, NO_KEYS, check_host, read_admin_keys, read_keys, whole_error
 from pipelines.server.records import RecordLog, RequestLog
 from pipelines.server.service import Service, open_traces
 
@@ -47,6 +47,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """
     config = run.serve
     keys = read_keys(config.api_keys)
+    admins = read_admin_keys(config, keys)
     check_host(config, keys)
     with _bound(config) as listener:
         jobs = _jobs(config)
@@ -63,7 +64,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
                 print(server.state_slot, flush=True)
 
         try:
-            server = _Server(run, chat, keys, request_log, jobs, traces)
+            server = _Server(run, chat, request_log, keys, admins, jobs, traces)
             number = asyncio.run(server.run(listener, say, SIGNALS))
         finally:
             request_log.close()
@@ -86,7 +87,7 @@ def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
         closing(Chat.open(run.model, run.serve)) as chat,
         closing(RequestLog(folder / "requests.jsonl")) as request_log,
     ):
-        server = _Server(run, chat, {}, request_log)
+        server = _Server(run, chat, request_log)
 
         def serve() -> None:
             try:
@@ -129,8 +130,9 @@ class _Server:
         self,
         run: RunConfig,
         chat: Chat,
-        keys: dict[str, bytes],
         request_log: RequestLog,
+        keys: Mapping[str, bytes] = NO_KEYS,
+        admins: Mapping[str, bytes] = NO_KEYS,
         jobs: BatchJobs | None = None,
         traces: RecordLog | None = None,
     ) -> None:
@@ -139,7 +141,7 @@ class _Server:
         self._service = Service(run.model, run.serve, self._engine, request_log, traces)
         self._jobs = jobs
         chat.prepare()
-        app = create_app(self._service, chat, keys, jobs)
+        app = create_app(self._service, chat, keys, jobs, admins)
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,

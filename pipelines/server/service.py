@@ -10,9 +10,10 @@ from conf.errors import UserError, list_known_names
 from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from pipelines.replicas.engine_process.client import RemoteEngine
+from pipelines.replicas.served_adapters import ServedAdapters
 from pipelines.server.admission import Admission
 from pipelines.server.api.errors import ApiError, bad_request
-from pipelines.server.api.generation import Named, RequestContext, named
+from pipelines.server.api.generation import Named, RequestContext
 from pipelines.server.api.requests import Body
 from pipelines.server.api.skipping import not_used, warning_of
 from pipelines.server.engine_session import EngineSession, loaded
@@ -51,9 +52,14 @@ class Service:
             if self.model_name in (paths or {}):
                 problem = f"model.{key}={self.model_name} is not allowed"
                 raise UserError(f"{problem}: it is the model's own name, give serve.model_name=NAME")
-        self.model_names = [self.model_name, *sorted(model.adapters or {}), *sorted(model.prefixes or {})]
-        """The names that requests may give as `model`. The model's own name is first."""
-        self._model = model
+        self._prefixes = sorted(model.prefixes or {})
+        self.adapters = ServedAdapters(
+            engine,
+            model.adapters or {},
+            config.adapter_folders,
+            max_pinned=model.max_adapters - 1,
+            other_names=[self.model_name, *self._prefixes],
+        )
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
         self.admission = Admission(engine, config, self.metrics.rejected)
@@ -94,15 +100,25 @@ class Service:
                 self._logged_warnings.add(warning)
                 log.warning("request %s to %s: %s", record.id, record.path, warning)
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may give as `model`. The model's own name is first."""
+        return [self.model_name, *(adapter.name for adapter in self.adapters.present), *self._prefixes]
+
     def named(self, model: str) -> Named:
         """Return the adapter or soft prefix that `model` names; neither for the model itself. Raises ApiError (404)."""
-        if model in self.model_names:
-            return named(self._model, model)
+        if (adapter := self.adapters.find(model)) is not None:
+            return Named(adapter=adapter.engine_name)
+        if model == self.model_name or model in self._prefixes:
+            return Named(prefix=None if model == self.model_name else model)
         names = list_known_names(self.model_names, model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {names}", param="model", code="model_not_found")
 
     def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
-        """Return the engine session of a request. `prefix`: prefix of the answer's id. Raises ApiError (404, 503)."""
+        """Return the engine session of a request, which the caller must end. Raises ApiError (404, 503).
+
+        `prefix`: prefix of the answer's id.
+        """
         if body.model is None and body.names_model and len(self.model_names) > 1:
             raise bad_request(f"model is missing: give one of {', '.join(self.model_names)}", "model")
         record.model = body.model or self.model_name
@@ -111,11 +127,18 @@ class Service:
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         record.settings = body.model_dump(include=SETTINGS, exclude_none=True) or None
         record.answer_id = prefix + record.id
-        adapter_or_prefix = self.named(record.model)
+        adapter_or_prefix, adapter = self.named(record.model), self.adapters.find(record.model)
         loaded(self.engine)
         context = RequestContext(record.answer_id, record.model, record.key, last_event_id)
         return EngineSession(
-            self.engine, self.admission, self.metrics, record, context, adapter_or_prefix, self.response_store
+            self.engine,
+            self.admission,
+            self.metrics,
+            record,
+            context,
+            adapter_or_prefix,
+            self.response_store,
+            adapter,
         )
 
 

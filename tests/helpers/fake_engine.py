@@ -7,7 +7,16 @@ from typing import Any
 import msgspec
 
 from pipelines.replicas.engine_process.client import Answer, EngineGone, EngineRefused
-from pipelines.replicas.engine_process.frames import Beat, Delta, Done, Logprob, Ready, Submit, SubmitPooled
+from pipelines.replicas.engine_process.frames import (
+    Beat,
+    Delta,
+    Done,
+    LoadAdapter,
+    Logprob,
+    Ready,
+    Submit,
+    SubmitPooled,
+)
 
 READY = Ready(
     context_length=64,
@@ -36,7 +45,7 @@ class FakeEngine:
     tokens."""
 
     def __init__(self, text: Callable[[int], str] = "t{} ".format, **ready: Any) -> None:
-        """`ready`: fields of Ready that differ from the default."""
+        """`ready`: fields of Ready that differ from the default; the fake engine has the adapters of its service."""
         self.info: Ready | None = msgspec.structs.replace(READY, **ready)
         self.beat: Beat | None = BEAT
         self.num_restarts = 0
@@ -46,6 +55,7 @@ class FakeEngine:
         self.speaks.set()
         self.pauses_after: int | None = None
         self.refusal: EngineRefused | None = None
+        self.adapter_refusal: Exception | None = None
         self._text = text
         self._answers: dict[int, tuple[Answer, asyncio.Task[None]]] = {}
 
@@ -60,6 +70,25 @@ class FakeEngine:
             return answer
         self._answers[submit.id] = (answer, asyncio.ensure_future(self._speak(answer)))
         return answer
+
+    async def load_adapter(self, adapter: LoadAdapter) -> str:
+        """Load an adapter. Its digest is its path. An error of `adapter_refusal` is raised instead."""
+        await asyncio.sleep(0)
+        if self.adapter_refusal is not None:
+            raise self.adapter_refusal
+        self._set_adapters({**self.adapters, adapter.name: adapter.path})
+        return adapter.path
+
+    async def unload_adapter(self, name: str) -> None:
+        self._set_adapters({other: digest for other, digest in self.adapters.items() if other != name})
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        return self.info.adapters if self.info else {}
+
+    def _set_adapters(self, adapters: dict[str, str]) -> None:
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, adapters=adapters)
 
     def forget(self, answer: Answer) -> None:
         self.cancelled.append(answer.submit.id)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -61,6 +62,8 @@ def service_of(
     model = ModelConfig(path="models/tiny", adapters=adapters, prefixes=prefixes)
     run = RunConfig(Task.serve, model, serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
+    if isinstance(engine, FakeEngine) and engine.info is not None:
+        engine.info = replace(engine.info, adapters=dict(adapters or {}))
     return Service(run.model, run.serve, engine)
 
 
@@ -152,15 +155,20 @@ def jobs() -> BatchJobs:
     return jobs
 
 
-def app_of(service: Service, keys: dict[str, bytes] | None = None) -> ASGIApp:
-    return create_app(service, Chat(tokenizer(), ServeConfig()), keys or {}, jobs())
+def app_of(service: Service, keys: dict[str, bytes] | None = None, admins: dict[str, bytes] | None = None) -> ASGIApp:
+    return create_app(service, Chat(tokenizer(), ServeConfig()), keys or {}, jobs(), admins or {})
 
 
 def ask(
-    method: str, path: str, service: Service | None = None, keys: dict[str, bytes] | None = None, **request: Any
+    method: str,
+    path: str,
+    service: Service | None = None,
+    keys: dict[str, bytes] | None = None,
+    admins: dict[str, bytes] | None = None,
+    **request: Any,
 ) -> httpx.Response:
     async def asked() -> httpx.Response:
-        async with asking(app_of(service or service_of(FakeEngine()), keys)) as client:
+        async with asking(app_of(service or service_of(FakeEngine()), keys, admins)) as client:
             return await client.request(method, path, **request)
 
     return run_async(asked())

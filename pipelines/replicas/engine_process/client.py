@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -10,9 +12,11 @@ import msgspec
 from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines.jobs.run_log import log_folder
+from pipelines.replicas.engine_process.adapter_changes import AdapterChanges
 from pipelines.replicas.engine_process.child import END_S, Child, LocalChild
 from pipelines.replicas.engine_process.frames import (
     Accepted,
+    AdapterChanged,
     Beat,
     Began,
     Cancel,
@@ -21,11 +25,13 @@ from pipelines.replicas.engine_process.frames import (
     Done,
     FrameReader,
     FromEngine,
+    LoadAdapter,
     Ready,
     Refused,
     Start,
     Submit,
     SubmitPooled,
+    UnloadAdapter,
     Unready,
     encode,
 )
@@ -41,11 +47,13 @@ class EngineGone(Exception):
 
 
 class EngineRefused(Exception):
-    """The engine rejects a request."""
+    """The engine rejects a request or an adapter."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, is_missing: bool = False) -> None:
+        """`is_missing`: as in AdapterChanged."""
         super().__init__(message)
         self.message = message
+        self.is_missing = is_missing
 
 
 class RemoteEngine(Protocol):
@@ -60,6 +68,11 @@ class RemoteEngine(Protocol):
     @property
     def num_restarts(self) -> int: ...
     def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> "Answer": ...
+    async def load_adapter(self, adapter: LoadAdapter) -> str:
+        """Load an adapter, also after a restart, and return its digest. Raises EngineRefused and EngineGone."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that no request uses. Raises EngineRefused."""
 
 
 class Answer:
@@ -155,6 +168,7 @@ class EngineClient:
         self._answers: dict[int, Answer] = {}
         self._num_submitted = 0
         self._begun: set[int] = set()  # requests that the child prepares, checks or computes
+        self._adapters = AdapterChanges(run.model.adapters or {}, self._update_adapters)
         self._suspects = Suspects() if suspects is None else suspects
         self._start_child = start_child
         self._child: Child | None = None
@@ -212,6 +226,44 @@ class EngineClient:
         if self._answers.pop(answer.submit.id, None) and self._child is not None:
             self._child.write(encode(Cancel(answer.submit.id)))
 
+    async def load_adapter(self, adapter: LoadAdapter) -> str:
+        """Load an adapter, also after a restart, and return its digest. Raises EngineRefused and EngineGone."""
+        digest = (await self._change_adapters(adapter)).digest
+        assert digest is not None
+        self._adapters.want(adapter.of(digest))
+        self._update_adapters()
+        return digest
+
+    def expect_adapter(self, adapter: LoadAdapter) -> None:
+        """Let the process load an adapter, whose digest is known, before any further request, if it lacks the adapter."""
+        self._adapters.want(adapter)
+        if self.info is not None and self._child is not None and adapter.name not in self.info.adapters:
+            self._adapters.restore(adapter, self._child.write)
+        self._update_adapters()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that no request uses. Does nothing if the process lacks it. Raises EngineRefused."""
+        is_loaded = name in self._adapters.digests
+        self._adapters.forget(name)
+        self._update_adapters()
+        if is_loaded:
+            with suppress(EngineGone):  # a restarted process lacks it
+                await self._change_adapters(UnloadAdapter(0, name))
+
+    async def _change_adapters(self, change: LoadAdapter | UnloadAdapter) -> AdapterChanged:
+        if self.info is None or self._child is None:
+            raise EngineGone("the engine is loading its model")
+        answer = self._adapters.send(change, self._child.write)
+        self._watch()
+        changed = await answer
+        if changed.error is not None:
+            raise EngineRefused(changed.error, changed.is_missing)
+        return changed
+
+    def _update_adapters(self) -> None:
+        if self.info is not None:
+            self.info = self.info.having(self._adapters.digests)
+
     async def ended(self) -> None:
         """Wait until the client stops restarting the engine. Raises the error that stopped it."""
         if self._task is not None:
@@ -256,13 +308,17 @@ class EngineClient:
         self._child, self._end_reason = child, None
         try:
             folder = None if (path := log_folder()) is None else str(path)
-            child.write(encode(Start(self._run, folder)))
+            child.write(encode(Start(self._run_to_start(), folder)))
             await self._receive(child)
             reason = await child.ended()
             return self._end_reason or reason
         finally:
             self.info, self.beat, self._child = None, None, None
             await child.close()
+
+    def _run_to_start(self) -> RunConfig:
+        """Return the run of the next process. A restarted process gets its adapters after its model."""
+        return replace(self._run, model=replace(self._run.model, adapters=None)) if self._was_ready else self._run
 
     async def _receive(self, child: Child) -> None:
         frames = FrameReader(FromEngine)
@@ -300,8 +356,13 @@ class EngineClient:
                     self._backoff_s = 0.0
                     if frame.error is None:
                         self._suspects.cleared(answer.submit)
+            case AdapterChanged():
+                self._adapters.take(frame)
             case Ready():
+                assert self._child is not None
+                self._adapters.restore_all(frame, self._child.write)
                 self.info, self._was_ready = frame, True
+                self._update_adapters()
                 self._is_settled.set()
             case Unready():
                 self._end_reason = f"cannot load the model ({frame.message})"
@@ -326,7 +387,7 @@ class EngineClient:
     def _waited(self) -> None:
         """Check whether a wait is over. One timer serves all frames: a timer per frame costs more than reading it."""
         self._stall = None
-        if not self._answers or self._child is None:
+        if not (self._answers or self._adapters.are_pending) or self._child is None:
             return
         loop, wait_s = asyncio.get_running_loop(), self._config.stall_s / 2
         if (left_s := self._heard_s + wait_s - loop.time()) <= 0:
@@ -344,12 +405,10 @@ class EngineClient:
     def _lose_answers(self, reason: str) -> None:
         """End the requests in flight. Unless the client is closing, count a crash for the requests that had begun."""
         lost, self._answers = self._answers, {}
+        message = f"the engine {reason}" if self._is_closing else f"the engine {reason}: send the request again"
+        self._adapters.lose(EngineGone(message))
         for answer in lost.values():
-            answer.end(
-                EngineGone(
-                    f"the engine {reason}" if self._is_closing else f"the engine {reason}: send the request again"
-                )
-            )
+            answer.end(EngineGone(message))
         begun, self._begun = self._begun, set()
         if not self._is_closing:
             self._suspects.crashed(answer.submit for id, answer in lost.items() if id in begun)

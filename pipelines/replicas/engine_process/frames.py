@@ -3,6 +3,7 @@
 The type of every field is checked when a frame is read. The content of a frame is never executed.
 """
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -59,6 +60,33 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Load a LoRA adapter. No adapter has had its name before."""
+
+    id: int
+    """Identifies the change in its answer."""
+    name: str
+    path: str
+    """The adapter's folder."""
+    below: list[str] | None = None
+    """The folders of which one must contain `path`, and all its files; None: any folder."""
+    is_pinned: bool = False
+    """Whether the adapter keeps its slot, as in `AdapterSlots.pin`."""
+    digest: str | None = None
+    """The digest that the adapter must have, as in `AdapterId`; None: any."""
+
+    def of(self, digest: str) -> "LoadAdapter":
+        """Return a copy that only loads an adapter of this digest."""
+        return msgspec.structs.replace(self, digest=digest)
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Unload an adapter that no request uses."""
+
+    id: int
+    name: str
+
+
 Pooled: TypeAlias = Literal["vector", "labels", "answer"]
 """The vector of an embedding model, the outputs of a head of labels, or the probability of yes against no."""
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
@@ -70,7 +98,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     context_length: int
     vocab_size: int
     fingerprint: str | None
-    """Identifies everything that determines an answer except the request and its seed.
+    """Identifies everything that determines an answer except the request, its adapter and its seed.
 
     None if the bits of an answer depend on more, as on a GPU.
     """
@@ -98,16 +126,26 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Number of virtual tokens of each soft prefix, by name."""
     state_slot: str = ""
     """What a state slot costs, for a user; empty if no layer is recurrent."""
+    adapters: dict[str, str] = {}
+    """Digest of each adapter, by name."""
 
     @property
     def generates(self) -> bool:
         return self.pooled in (None, "answer")
 
-    def after(self, prefix: str | None) -> "Ready":
-        """Return a copy with the limits for prompts after a soft prefix. The prefix takes some of the context."""
+    def having(self, adapters: dict[str, str]) -> "Ready":
+        """Return a copy with these adapters."""
+        return msgspec.structs.replace(self, adapters=adapters)
+
+    def with_named(self, adapter: str | None, prefix: str | None) -> "Ready":
+        """Return a copy for prompts with an adapter or after a soft prefix, which takes some of the context."""
         num_places = self.context_length - (0 if prefix is None else self.prefixes[prefix])
         most = None if self.max_text_tokens is None else min(self.max_text_tokens, num_places)
-        return msgspec.structs.replace(self, context_length=num_places, max_text_tokens=most)
+        fingerprint = self.fingerprint
+        if fingerprint is not None and adapter is not None:
+            parts = f"{fingerprint} {self.adapters.get(adapter)}"
+            fingerprint = f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+        return msgspec.structs.replace(self, context_length=num_places, max_text_tokens=most, fingerprint=fingerprint)
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):
@@ -201,8 +239,20 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     """Total tokens computed by the steps in `num_steps`."""
 
 
-ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel
-FromEngine: TypeAlias = Ready | Unready | Began | Accepted | Refused | Deltas | Done | Beat
+class AdapterChanged(msgspec.Struct, tag=True, frozen=True):
+    """The answer to LoadAdapter and UnloadAdapter."""
+
+    id: int
+    digest: str | None = None
+    """Digest of the loaded adapter."""
+    error: str | None = None
+    """The reason why nothing has changed; None: success."""
+    is_missing: bool = False
+    """Whether the reason is that there is no adapter below the allowed folders."""
+
+
+ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel | LoadAdapter | UnloadAdapter
+FromEngine: TypeAlias = Ready | Unready | Began | Accepted | Refused | Deltas | Done | Beat | AdapterChanged
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -101,5 +101,6 @@ def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, poo
         num_cache_tokens=engine.requests.num_blocks * engine.block_size,
         prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
         state_slot=slot_cost(engine.executor.cache),
+        adapters={adapter.name: adapter.digest for adapter in engine.adapters.ids},
         **({} if pooler is None else pooled_fields(pooler)),
     )

@@ -17,6 +17,7 @@ from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogpr
 from pipelines.engine.step_budget import StepBudget
 from pipelines.jobs.text_generator import decode_of_row
 from pipelines.loading.pooler import Pooler
+from pipelines.replicas.engine_process.adapters import change_adapters
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import (
     STEP_TOKENS,
@@ -27,11 +28,13 @@ from pipelines.replicas.engine_process.frames import (
     Delta,
     Deltas,
     Done,
+    LoadAdapter,
     Logprob,
     Refused,
     Submit,
     SubmitPooled,
     ToEngine,
+    UnloadAdapter,
 )
 from pipelines.replicas.engine_process.gate import Gate
 from pipelines.replicas.engine_process.inbox import Inbox
@@ -112,6 +115,8 @@ class EngineProcess:
         elif isinstance(frame, Submit | SubmitPooled):
             if self._inbox.put(frame):
                 self._channel.send(Began([frame.id]))
+        elif isinstance(frame, LoadAdapter | UnloadAdapter):
+            self._channel.send(change_adapters(self._engine, frame))
         else:
             raise UserError("a frame of this kind can only be the first one")
 

@@ -39,7 +39,7 @@ class Model(AnswerShape):
     created: int
     owned_by: str
     root: str
-    """The model itself, or the base model of an adapter or soft prefix."""
+    """The folder of an adapter as it was given; else the model itself, or the base model of a soft prefix."""
     parent: str | None
     """The base model of an adapter or soft prefix."""
     max_model_len: Count

@@ -55,7 +55,10 @@ class BatchRequests:
     def _row_request(self, row: PromptRow, body: BatchRequest) -> RowRequest:
         model = body.model or Path(os.path.abspath(self._model.path)).name
         generator, names = self._generator, named(self._model, model)
-        tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
+        tokenizer, served = (
+            generator.engine.tokenizer,
+            self._served.with_named(names.adapter or generator.adapter, names.prefix or generator.prefix),
+        )
         if isinstance(body, ChatRequest):
             head = RequestContext(f"chatcmpl-{line_id(row)}", model)
             chat = self._chat.prompt(body, served.context_length)

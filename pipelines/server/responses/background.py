@@ -72,16 +72,20 @@ class KeptResponses:
         if body.store is False:
             raise not_allowed("store", False, "background=true needs a stored response, give true")
         record = session.record = replace(session.record)  # the request ends earlier and is logged alone
-        with ExitStack() as resources:
-            resources.enter_context(self._service.admission.place(1, timeout_s))
-            writer = await response_writer(body, session, self._chat)
-            queued = writer.response("queued")
-            run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
-            if not await self._store.save(record.key, queued, run.items):
-                raise ApiError(503, "the response cannot be stored: leave background out", code="response_store")
-            self._running[record.key, queued["id"]] = run
-            self._service.began()
-            task = asyncio.create_task(self._finish(run, resources.pop_all()))
+        try:
+            with ExitStack() as resources:
+                resources.enter_context(self._service.admission.place(1, timeout_s))
+                writer = await response_writer(body, session, self._chat)
+                queued = writer.response("queued")
+                run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
+                if not await self._store.save(record.key, queued, run.items):
+                    raise ApiError(503, "the response cannot be stored: leave background out", code="response_store")
+                self._running[record.key, queued["id"]] = run
+                self._service.began()
+                task = asyncio.create_task(self._finish(run, resources.pop_all()))
+        except BaseException:
+            session.end()
+            raise
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         answer = json_response(queued)

@@ -16,17 +16,19 @@ IDS = [AdapterId(name, digest) for name in "ab" for digest in ("one", "two", "th
 
 @given(
     num_slots=st.integers(1, 4),
-    events=st.lists(st.tuples(st.sampled_from(["use", "end", "forget"]), st.sampled_from(IDS))),
+    events=st.lists(st.tuples(st.sampled_from(["use", "end", "forget", "pin"]), st.sampled_from(IDS))),
 )
 def test_any_order_of_events(num_slots: int, events: list[tuple[str, AdapterId]]) -> None:
-    """An adapter in use stays in its slot. Among the unused ones, the adapter whose last use began first is evicted."""
+    """An adapter in use stays in its slot, and a pinned one. Of the rest, the adapter whose last use began first is
+    evicted."""
     contents: dict[int, AdapterId] = {}
     slots = AdapterSlots(num_slots, contents.__setitem__)
     users: dict[AdapterId, list[int]] = {id: [] for id in IDS}  # the slots that its users got
     by_use: list[AdapterId] = []
+    pinned: set[AdapterId] = set()
     for event, id in events:
         if event == "use":
-            idle = [adapter_id for adapter_id in by_use if not users[adapter_id]]
+            idle = [adapter_id for adapter_id in by_use if not users[adapter_id] and adapter_id not in pinned]
             slot = slots.acquire(id)
             if id not in by_use and len(by_use) == num_slots:
                 assert (slot is None) == (not idle)
@@ -40,6 +42,10 @@ def test_any_order_of_events(num_slots: int, events: list[tuple[str, AdapterId]]
         elif event == "forget" and not users[id]:
             slots.forget(id)
             by_use = [adapter_id for adapter_id in by_use if adapter_id != id]
+            pinned.discard(id)
+        elif event == "pin":
+            slots.pin(id)
+            pinned.add(id)
         assert slots.resident == by_use
         assert all(
             contents[slot] == adapter_id and 0 <= slot < num_slots for adapter_id in IDS for slot in users[adapter_id]

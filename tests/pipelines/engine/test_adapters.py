@@ -157,12 +157,16 @@ def test_the_prefix_cache_knows_the_content(models: Path) -> None:
     for name in ("eight", None):
         fresh = outputs(engine_with(models, block_size=4), [(prompt, name)])
         assert outputs(engine, [(prompt, name)], cached) == fresh
+    engine.load_adapter("same", models / "four")
+    assert outputs(engine, [(prompt, "same")], cached)[0] == replace(first, num_cached_tokens=8)
     engine.load_adapter("four", models / "sixteen")
+    assert outputs(engine, [(prompt, "same")], cached)[0] == replace(first, num_cached_tokens=8)
     changed = outputs(engine, [(prompt, "four")], cached)[0]
     assert changed.num_cached_tokens == 0
     assert changed.completions == outputs(engine_with(models), [(prompt, "sixteen")])[0].completions
+    engine.unload_adapter("same")
     engine.load_adapter("same", models / "four")
-    assert outputs(engine, [(prompt, "same")], cached)[0] == replace(first, num_cached_tokens=8)
+    assert outputs(engine, [(prompt, "same")], cached)[0] == first  # computed again: its prefixes were forgotten
 
 
 def test_the_least_recently_used_goes_first(models: Path) -> None:

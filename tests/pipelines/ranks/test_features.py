@@ -17,12 +17,11 @@ from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
 from pipelines.engine import Engine
-from pipelines.engine.adapters import Adapters
-from pipelines.jobs.interrupt import RankLost
+from pipelines.engine.adapters import AdapterChange, Adapters, LoadAdapter
 from pipelines.jobs.output_folder import kept_folder
 from pipelines.loading.driver import DriverExecutor
 from pipelines.loading.load_engine import load_engine
-from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
+from tests.helpers.adapters import ALL_LINEAR, Rows, completions, load_with, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.deepseek import NextTokenReference
@@ -87,24 +86,40 @@ def test_adapters(llama: Path, adapters: dict[str, str], tp: int, slots: int, sc
             assert completions(outputs(engine, ROWS, ADAPTED)) == expected
 
 
-def test_another_adapter_under_the_same_path_ends_the_run(
+def test_ranks_refuse_an_adapter_that_is_another_one_for_a_rank(
     llama: Path, adapters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on another machine: it is replaced after rank 0 has read it and before the other ranks read it."""
-    folder = shutil.copytree(adapters["some"], tmp_path / "some")
-    load = Adapters.load
+    """As on another machine: it is replaced or removed after rank 0 has read it and before the other ranks read it."""
+    folder, repeat, others = tmp_path / "some", Adapters._repeat_elsewhere, list[str | None]()
 
-    def load_and_exchange(*arguments: Any, **named: Any) -> bool:
-        has_grown = load(*arguments, **named)
-        shutil.copytree(adapters["large"], folder, dirs_exist_ok=True)
-        return has_grown
+    def exchange_and_repeat(self: Adapters, change: AdapterChange) -> None:
+        if isinstance(change, LoadAdapter) and others:
+            shutil.rmtree(folder)
+            if (other := others.pop()) is not None:
+                shutil.copytree(adapters[other], folder)
+        repeat(self, change)
 
-    monkeypatch.setattr(Adapters, "load", load_and_exchange)
+    monkeypatch.setattr(Adapters, "_repeat_elsewhere", exchange_and_repeat)
     run = run_config(llama)
-    run = replace(run, model=replace(run.model, adapters={"a": str(folder)}))
+    with_one = replace(run, model=replace(run.model, adapters={"a": str(folder)}))
     wanted = r"^rank 1 \(process \d+\) has another adapter a than rank 0: give all machines the same files$"
-    with pytest.raises(RankLost, match=wanted), divided(run) as engine:
-        outputs(engine, [([7, 3], "a")], ADAPTED)
+    shutil.copytree(adapters["some"], folder)
+    others += ["large"]
+    with pytest.raises(UserError, match=wanted), divided(with_one):
+        pass
+    rows: Rows = [(prompt, name and "a") for prompt, name in ROWS]
+    with divided(run) as engine:
+        for other, message in (("large", wanted), (None, r"^rank 1 \(process \d+\): .* has no adapter_config.json")):
+            shutil.copytree(adapters["some"], folder, dirs_exist_ok=True)
+            others += [other]
+            with pytest.raises(UserError, match=message):
+                engine.load_adapter("a", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            assert engine.adapters.ids == []
+        shutil.copytree(adapters["some"], folder)
+        engine.load_adapter("a", folder)
+        alone = load_with(run, {"a": folder})
+        assert completions(outputs(engine, rows, ADAPTED)) == completions(outputs(alone, rows, ADAPTED))
 
 
 def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:

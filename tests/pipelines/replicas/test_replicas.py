@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.replicas.cluster import replicas_of
-from pipelines.replicas.engine_process.client import EngineClient, EngineGone
-from pipelines.replicas.engine_process.frames import Beat, Ready, Submit, SubmitPooled
+from pipelines.replicas.engine_process.client import EngineClient, EngineGone, EngineRefused
+from pipelines.replicas.engine_process.frames import Beat, LoadAdapter, Ready, Submit, SubmitPooled
 from pipelines.replicas.replicas import CHUNK_TOKENS, LEAD, Replicas, chunks_of
 from pipelines.server.admission import Admission
 from pipelines.server.api.errors import ApiError
@@ -32,6 +32,9 @@ class Client:
         self.beat: Beat | None = None
         self.num_restarts = 0
         self.num_requests = 0
+        self.adapters: dict[str, str] = {}
+        self.loads: str | Exception = "digest"
+        """The digest of each adapter that is loaded, or the error."""
 
     def submit(self, submit: Submit, news: asyncio.Event) -> "Client":
         self.num_requests += 1
@@ -39,6 +42,22 @@ class Client:
 
     async def wait_ready(self) -> Ready | None:
         return self.info
+
+    async def load_adapter(self, adapter: LoadAdapter) -> str:
+        if isinstance(self.loads, Exception):
+            raise self.loads
+        self.expect_adapter(adapter.of(self.loads))
+        return self.loads
+
+    def expect_adapter(self, adapter: LoadAdapter) -> None:
+        self.adapters[adapter.name] = str(adapter.digest)
+        if self.info is not None:
+            self.info = self.info.having(dict(self.adapters))
+
+    async def unload_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
+        if self.info is not None:
+            self.info = self.info.having(dict(self.adapters))
 
 
 def together(*clients: Client) -> tuple[Replicas, Callable[..., int]]:
@@ -155,7 +174,7 @@ def test_an_engine_that_began_again_knows_nothing() -> None:
 def test_only_engines_that_are_ready_and_answer_alike_are_used() -> None:
     clients = [Client(200), Client(100), Client(50, fingerprint="fp_2")]
     replicas, send = together(*clients)
-    assert replicas.info is clients[1].info  # a prompt that fits there fits everywhere
+    assert replicas.info == clients[1].info  # a prompt that fits there fits everywhere
     assert {send(prompt(i), ends=False) for i in range(9)} == {0, 1}
     with pytest.raises(UserError, match=r"would answer differently \(fp_1, fp_2\): give them equal machines"):
         run_async(replicas.wait_ready())
@@ -209,3 +228,44 @@ def test_as_many_are_admitted_as_the_engines_run() -> None:
     ):
         pass
     assert (refused.value.status, reasons) == (429, ["sequences"])
+
+
+@pytest.mark.long
+def test_all_engines_have_an_adapter_or_none_has_it() -> None:
+    adapter = LoadAdapter(0, "fr", "/adapters/fr")
+
+    async def test() -> None:
+        clients = [Client(), Client(), Client()]
+        replicas, send = together(*clients)
+        refusal = EngineRefused("damaged")
+        for loads, expected in (
+            (["digest", refusal, "digest"], "damaged"),
+            (["digest", "another", "digest"], "the replicas have different files in /adapters/fr"),
+            ([EngineGone("the engine ended")] * 3, "the engine ended"),
+            ([EngineGone("the engine ended"), refusal, "digest"], "damaged"),
+        ):
+            for client, load in zip(clients, loads, strict=True):
+                client.loads = load  # type: ignore[assignment]
+            with pytest.raises((EngineRefused, EngineGone), match=expected):
+                await replicas.load_adapter(adapter)
+            assert [client.adapters for client in clients] == [{}, {}, {}]
+        clients[0].loads, clients[1].loads, clients[2].loads = "digest", EngineGone("the engine ended"), "digest"
+        clients[2].info, ready = None, clients[2].info  # it restarts
+        assert await replicas.load_adapter(adapter) == "digest"
+        assert [client.adapters for client in clients] == [{"fr": "digest"}] * 3
+        clients[2].info = ready  # without the adapter, which it could not load again
+        assert {send(prompt(i), ends=False, adapter="fr") for i in range(9)} == {0, 1}
+        assert replicas.info is not None
+        assert replicas.info.adapters == {"fr": "digest"}
+        await replicas.unload_adapter("fr")
+        assert [client.adapters for client in clients] == [{}, {}, {}]
+        with pytest.raises(EngineGone):
+            send(prompt(1), adapter="fr")
+        clients[0].info = ready and ready.having({"fr": "one"})
+        clients[1].info = ready and ready.having({"fr": "two"})
+        with pytest.raises(
+            UserError, match="the replicas have different adapters fr: give all machines the same files"
+        ):
+            await replicas.wait_ready()
+
+    run_async(test())

@@ -60,6 +60,8 @@ def test_there_are_not_other_routes() -> None:
         ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
         ("POST", "/v1/batches/{batch_id}/cancel"),
+        ("POST", "/v1/load_lora_adapter"), ("POST", "/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"), ("POST", "/unload_lora_adapter"),
     }  # fmt: skip
 
 
@@ -210,7 +212,7 @@ def test_adapters_and_prefixes_are_models() -> None:
     entries = [tuple(model[field] for field in fields) for model in models["data"]]
     assert entries == [
         ("tiny", "tiny", None, 64, 64),
-        ("fr", "tiny", "tiny", 64, 64),
+        ("fr", "/adapters/fr", "tiny", 64, 64),
         ("story", "tiny", "tiny", 59, 59),
     ]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]

@@ -33,11 +33,12 @@ pytestmark = pytest.mark.long
 async def fresh(scope: Any, receive: Any, send: Any) -> None:
     """Return an application for each request, because each runs in its own loop here."""
     if scope["type"] == "http":
-        await app_of(storing(FakeEngine(**ready_for(scope["path"]))))(scope, receive, send)
+        service = storing(FakeEngine(**ready_for(scope["path"])), adapter_folders=["/adapters"])
+        await app_of(service, admins={"root": b"admin"})(scope, receive, send)
 
 
-def storing(engine: FakeEngine) -> Service:
-    return service_of(engine, response_store="memory")
+def storing(engine: FakeEngine, **config: Any) -> Service:
+    return service_of(engine, response_store="memory", **config)
 
 
 SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json", storing(FakeEngine())).json())
@@ -108,6 +109,10 @@ def test_states_files_and_batches_are_as_described() -> None:
     for path in ("/health", "/ready", "/version", "/v1/models"):
         check_described(ask("GET", path), path)
     check_described(ask("GET", "/v1/models/tiny"), "/v1/models/{model}")
+    root, adapter = {"headers": {"authorization": "Bearer admin"}}, {"lora_name": "fr", "lora_path": "fr"}
+    for path, body in (("/load_lora_adapter", adapter), ("/unload_lora_adapter", {"lora_name": "fr"})):
+        service = service_of(FakeEngine(), {"fr": "fr"} if "unload" in path else None, adapter_folders=["/adapters"])
+        check_described(ask("POST", path, service, admins={"root": b"admin"}, json=body, **root), path)
     for path in ("/v1/models", "/v1/models/tiny"):
         check_described(ask("GET", path, headers={"x-api-key": "k"}), path.replace("tiny", "{model}"))
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
@@ -157,7 +162,7 @@ def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> No
     def answered(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
             case.body["model"] = "tiny"  # any other id is 404
-        response = case.call_and_validate(checks=checks, headers={"host": "localhost"})
+        response = case.call_and_validate(checks=checks, headers={"host": "localhost", "authorization": "Bearer admin"})
         # A value that is wrong for one kind of message may be right for another.
         if "application/json" in content and response.status_code == 200:
             validator_of(content["application/json"]["schema"]).validate(case.body)

@@ -14,7 +14,7 @@ import pytest
 from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.server.api.errors import ApiError
-from pipelines.server.guard import check_host, read_keys
+from pipelines.server.guard import check_host, read_admin_keys, read_keys
 from pipelines.server.hosts import HostRule
 from pipelines.server.records import RequestLog
 from tests.helpers.cases import each
@@ -205,6 +205,27 @@ def test_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTET_API_KEYS", "eve secret-3")
     assert read_keys(str(file)) == KEYS
     assert "QUINTET_API_KEYS" not in os.environ  # the engine's process and the template process inherit it
+    check_admin_keys(monkeypatch, str(file))
+
+
+def check_admin_keys(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    monkeypatch.delenv("QUINTET_ADMIN_KEYS", raising=False)
+    below = ServeConfig(adapter_folders=["/adapters"])
+    assert read_admin_keys(ServeConfig(), KEYS) == {}
+    with pytest.raises(
+        UserError, match=r"serve.adapter_folders needs keys of admins: give serve.admin_keys=FILE or the"
+    ):
+        read_admin_keys(below, KEYS)
+    assert read_admin_keys(ServeConfig(adapter_folders=["/adapters"], admin_keys=file), {}) == KEYS
+    monkeypatch.setenv("QUINTET_ADMIN_KEYS", "root secret-9")
+    assert read_admin_keys(below, KEYS) == {"root": b"secret-9"}
+    assert "QUINTET_ADMIN_KEYS" not in os.environ
+    for keys in ("alice secret-9", "root secret-1"):
+        monkeypatch.setenv("QUINTET_ADMIN_KEYS", keys)
+        with pytest.raises(
+            UserError, match=r"serve.admin_keys: \w+ or its key is also in serve.api_keys: give it once"
+        ):
+            read_admin_keys(below, KEYS)
 
 
 def test_a_file_of_keys_that_others_may_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

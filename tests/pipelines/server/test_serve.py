@@ -70,6 +70,7 @@ def test_options_that_cannot_be_served_are_one_line(tmp_path: Path, monkeypatch:
         "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to other machines and there are no API keys",
         "serve.batches=/dev/null/a": "serve.batches=/dev/null/a cannot be used (Not a directory)",
         "serve.max_upload=1MB": "serve.max_upload=1MB needs serve.batches",
+        "serve.adapter_folders=[/a]": "serve.adapter_folders needs keys of admins: give serve.admin_keys=FILE",
         "predict.data=-": "predict.data=- is not used by task=serve",
         "-m": "so it is no job of a sweep: leave out -m",
     }.items():

@@ -20,10 +20,12 @@ from pipelines.replicas.engine_process.frames import (
     Deltas,
     FrameReader,
     FromEngine,
+    LoadAdapter,
     Logprob,
     Start,
     Submit,
     ToEngine,
+    UnloadAdapter,
     encode,
 )
 from tests.helpers.builders import run_config
@@ -33,6 +35,8 @@ SENT = [
     Submit(1, [5, 6], {"temperature": 0.5, "stop": ["\n"], "logit_bias": {7: -1.0}}, adapter="fr", streams=True),
     Cancel(1),
     Submit(2**40, [0], {}, prefix="story"),
+    LoadAdapter(3, "fr#1", "/adapters/fr", ["/adapters"], True, "ab"),
+    UnloadAdapter(4, "fr#1"),
 ]
 
 
