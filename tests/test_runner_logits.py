@@ -34,7 +34,7 @@ RECURRENT = (
     "qwen3_next",
     "kimi_linear",
 )
-LATENT = "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "mistral4"
+LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "mistral4"
 STEPS = [[[*range(3, 43)], [9], [9], [10]], [[8], [9, 10, 11], [*range(20, 50)]]]
 
 

@@ -53,6 +53,7 @@ OF_RUNNER = [
     "bamba",
     "bloom",
     "chatglm3",
+    "deepseek_v2",
     "deepseek_v3",
     "falcon_h1",
     "glm4_moe_lite",

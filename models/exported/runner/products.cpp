@@ -217,12 +217,12 @@ void route(Step &step) {
 void route_corrected(Step &step) {
   const auto [logits, weights, chosen, num_tokens, num_chosen, num_experts] = Choice(step);
   const Tensor correction = checked_tensor(&step.tensor("correction"), Type::float32, {num_experts});
-  const int64_t num_groups = step.integer("num_groups", 1), num_kept = step.integer("num_kept", 1);
+  const int64_t num_groups = step.integer("num_groups", 1), num_kept = step.integer("num_kept", 1), num_scored = step.integer("num_scored", 2);
   require_fit(logits.type == Type::float32 && num_groups > 0 && num_experts % num_groups == 0 && num_kept > 0 && num_kept <= num_groups);
   const int64_t size = num_experts / num_groups;
-  require_fit((num_kept == num_groups || size > 1) && num_chosen <= num_kept * size);
+  require_fit((num_scored == 1 || num_scored == 2) && (num_kept == num_groups || size >= num_scored) && num_chosen <= num_kept * size);
   call_kernel("route_corrected", logits.data, correction.data, weights.data, chosen.data, num_tokens, num_chosen, num_experts,
-              step["renormalise"].flag(), step.flag("is_softmax"), num_groups, num_kept);
+              step["renormalise"].flag(), step.flag("is_softmax"), num_groups, num_kept, num_scored);
 }
 
 void group_rows(Step &step) {
