@@ -1,13 +1,11 @@
-"""The C++ runner compared with the engine: the same tokens from the same export; invalid files and settings are one
-line."""
+"""The C++ runner compared with the engine: the same tokens from the same export; invalid settings are one line."""
 
 import json
 import os
 import random
 import shutil
 import subprocess
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,11 +16,10 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from conf.decoding import DecodeConfig
-from conf.quantization import Activations, BlockActivations, QuantConfig, QuantScheme
+from conf.quantization import BlockActivations, QuantConfig, QuantScheme
 from conf.schema import DType, RunConfig
 from kernels import build
 from models.exported.description import EXPORT, GRAPH, WEIGHTS
-from models.exported.runner.build import build_runner
 from models.tokenizers import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.runner_form import RUNNER_TOKENIZER
@@ -30,10 +27,11 @@ from pipelines.loading.load_engine import load_engine
 from tests.helpers import small_tokenizers
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
-from tests.helpers.exports import FLOATS, FP8_CACHE, INT8, OF_RUNNER, Exports, family_model, llama, wide_llama
+from tests.helpers.exports import FLOATS, INT8, OF_RUNNER, Exports, family_model, llama, wide_llama
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_texts import random_texts
 from tests.helpers.real_tokenizers import NPM, REAL, load, load_real
+from tests.helpers.runner import call, leaves
 
 pytestmark = [
     pytest.mark.skipif(build.library() is None, reason="the kernels are not built here"),
@@ -48,27 +46,11 @@ CHOSEN += [(family, INT8) for family in ("baichuan-13b", "gpt2", "llama3", "qwen
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("built")
-    build_runner(built / "runner")
-    return (built / "runner").rename(built / "moved") / "quintet-runner"  # with its library next to it
-
-
-@pytest.fixture(scope="module")
 def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.of(family_model("llama3", tmp_path_factory.mktemp("llama") / "model", INT8))
 
 
-@pytest.fixture(scope="module")
-def recurrent_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exports.of(family_model("lfm2", tmp_path_factory.mktemp("lfm2") / "model"))
-
-
-def call(program: Path, folder: Path, *words: str, input_text: str = "") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([program, folder, *words], input=input_text, capture_output=True, text=True, timeout=60)
-
-
-def check_tokens(program: Path, folder: Path) -> None:
+def check_tokens(runner: Path, folder: Path) -> None:
     run = run_config(folder)
     engine = load_engine(replace(run, model=replace(run.model, dtype=DType.auto)), 3)
     lines = "".join(f"{' '.join(map(str, prompt))}\n" for prompt in PROMPTS)
@@ -76,26 +58,26 @@ def check_tokens(program: Path, folder: Path) -> None:
         decode = DecodeConfig(max_new_tokens=24, **settings)
         expected = [output.completions[0].token_ids for output in generate(engine, PROMPTS, decode)]
         words = [f"decode.{name}={value}" for name, value in {"max_new_tokens": 24, **settings}.items()]
-        ran = call(program, folder, *words, input_text=lines)
+        ran = call(runner, folder, *words, input_text=lines)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert [[*map(int, line.split())] for line in ran.stdout.splitlines()] == expected
 
 
 @each("family, quant", CHOSEN)
 def test_families_give_the_engines_tokens(
-    family: str, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path
+    family: str, quant: QuantConfig, runner: Path, exports: Exports, tmp_path: Path
 ) -> None:
     run = family_model(family, tmp_path / f"{family}-{quant.scheme.name}", quant)
-    check_tokens(program, exports.of(run))
+    check_tokens(runner, exports.of(run))
 
 
 @pytest.mark.matrix
 @each("family, quant", [case for case in product(OF_RUNNER, (FLOATS, INT8)) if case not in CHOSEN])
 def test_the_other_families_give_the_engines_tokens(
-    family: str, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path
+    family: str, quant: QuantConfig, runner: Path, exports: Exports, tmp_path: Path
 ) -> None:
     run = family_model(family, tmp_path / f"{family}-{quant.scheme.name}", quant)
-    check_tokens(program, exports.of(run))
+    check_tokens(runner, exports.of(run))
 
 
 @each(
@@ -107,38 +89,38 @@ def test_the_other_families_give_the_engines_tokens(
         (DType.bfloat16, QuantConfig(QuantScheme.q4_k_m, block_activations=BlockActivations.none)),
     ],
 )
-def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path) -> None:
-    check_tokens(program, exports.of(wide_llama(tmp_path / "model", dtype, quant)))
+def test_formats_of_weights(dtype: DType, quant: QuantConfig, runner: Path, exports: Exports, tmp_path: Path) -> None:
+    check_tokens(runner, exports.of(wide_llama(tmp_path / "model", dtype, quant)))
 
 
 @each("quant", [FLOATS, INT8])
-def test_formats_compared_with_float32(quant: QuantConfig, program: Path, exports: Exports, tmp_path: Path) -> None:
-    check_tokens(program, exports.of(llama(tmp_path / "model", quant)))
+def test_formats_compared_with_float32(quant: QuantConfig, runner: Path, exports: Exports, tmp_path: Path) -> None:
+    check_tokens(runner, exports.of(llama(tmp_path / "model", quant)))
 
 
-def test_channels_in_another_order(program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_channels_in_another_order(runner: Path, exports: Exports, tmp_path: Path) -> None:
     source, data = tmp_path / "model", write_rows(tmp_path / "rows.jsonl", random_rows(14, 16))
     write_llama(source)
     make(quantize_run(source, CALIBRATED["int4 gptq, groups on the way"], tmp_path / "made", data), tmp_path / "run")
-    check_tokens(program, exports.of(run_config(tmp_path / "made")))
+    check_tokens(runner, exports.of(run_config(tmp_path / "made")))
 
 
-def test_it_needs_no_python(export_folder: Path, program: Path) -> None:
-    libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+def test_it_needs_no_python(export_folder: Path, runner: Path) -> None:
+    libraries = subprocess.run(["ldd", runner], capture_output=True, text=True, check=True).stdout
     assert "libquintet" in libraries or "kernels" in libraries
     assert "python" not in libraries
     assert "torch" not in libraries
     ran = subprocess.run(
-        [program, export_folder, "decode.max_new_tokens=3", "3", "4"], env={}, capture_output=True, text=True
+        [runner, export_folder, "decode.max_new_tokens=3", "3", "4"], env={}, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_ids_come_as_they_are_computed(export_folder: Path, program: Path) -> None:
+def test_ids_come_as_they_are_computed(export_folder: Path, runner: Path) -> None:
     """A packet pipe keeps each write apart. The next prompt may come after the answer to the previous one."""
     output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
     words = ["decode.max_new_tokens=12", "decode.ignore_eos=true"]
-    with subprocess.Popen([program, export_folder, *words], stdin=subprocess.PIPE, stdout=end) as running:
+    with subprocess.Popen([runner, export_folder, *words], stdin=subprocess.PIPE, stdout=end) as running:
         os.close(end)
         assert running.stdin
         for _ in range(2):
@@ -156,15 +138,15 @@ def test_ids_come_as_they_are_computed(export_folder: Path, program: Path) -> No
     assert running.returncode == 0
 
 
-def test_the_end_of_a_text(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_text(export_folder: Path, runner: Path, tmp_path: Path) -> None:
     words = ("decode.max_new_tokens=24", "3", "4", "5")
-    tokens = call(program, export_folder, *words).stdout.split()
+    tokens = call(runner, export_folder, *words).stdout.split()
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = json.loads((folder / EXPORT).read_text())
     (folder / EXPORT).write_text(json.dumps({**content, "eos_token_ids": [int(tokens[6])]}))
-    assert call(program, folder, *words).stdout.split() == tokens[: tokens.index(tokens[6]) + 1]
-    assert call(program, folder, "decode.ignore_eos=true", *words).stdout.split() == tokens
-    assert call(program, folder, "decode.ignore_eos=true", "device.threads=1", *words).stdout.split() == tokens
+    assert call(runner, folder, *words).stdout.split() == tokens[: tokens.index(tokens[6]) + 1]
+    assert call(runner, folder, "decode.ignore_eos=true", *words).stdout.split() == tokens
+    assert call(runner, folder, "decode.ignore_eos=true", "device.threads=1", *words).stdout.split() == tokens
 
 
 @each(
@@ -186,35 +168,35 @@ def test_the_end_of_a_text(export_folder: Path, program: Path, tmp_path: Path) -
         (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new tokens: the model's context length is 2048"),
     ],
 )  # fmt: skip
-def test_bad_settings_are_one_line(words: list[str], line: str, export_folder: Path, program: Path) -> None:
-    ran = call(program, export_folder, *words)
+def test_bad_settings_are_one_line(words: list[str], line: str, export_folder: Path, runner: Path) -> None:
+    ran = call(runner, export_folder, *words)
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"quintet-runner: {line}\n")
 
 
-def test_settings_that_are_not_used(export_folder: Path, program: Path) -> None:
-    ran = call(program, export_folder, "decode.max_new_tokens=1", "decode.top_k=4", "3")
+def test_settings_that_are_not_used(export_folder: Path, runner: Path) -> None:
+    ran = call(runner, export_folder, "decode.max_new_tokens=1", "decode.top_k=4", "3")
     line = "decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0"
     assert (ran.returncode, ran.stderr) == (0, f"quintet-runner: {line}\n")
 
 
-def test_output_that_cannot_be_written(export_folder: Path, program: Path) -> None:
+def test_output_that_cannot_be_written(export_folder: Path, runner: Path) -> None:
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([program, export_folder, "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        ran = subprocess.run([runner, export_folder, "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the tokens cannot be written\n")
 
 
-def test_paths_that_are_not_files(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_paths_that_are_not_files(export_folder: Path, runner: Path, tmp_path: Path) -> None:
     """A pipe, for which the runner does not wait, and a folder."""
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     for replacement in (os.mkfifo, os.mkdir):
         (folder / GRAPH).unlink()
         replacement(folder / GRAPH)
-        ran = call(program, folder, "3")
+        ran = call(runner, folder, "3")
         assert (ran.returncode, ran.stdout) == (1, "")
         assert ran.stderr.endswith("graph.pt2 is not a file\n")
 
 
-def test_a_weight_that_is_there_twice(export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_there_twice(export_folder: Path, runner: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -222,18 +204,18 @@ def test_a_weight_that_is_there_twice(export_folder: Path, program: Path, tmp_pa
     twice = header[:-1] + f",{json.dumps(last[0])}:{json.dumps(last[1])}}}".encode()
     twice += b" " * (-len(twice) % 8)
     (folder / WEIGHTS).write_bytes(len(twice).to_bytes(8, "little") + twice + content[8 + size :])
-    assert call(program, folder, "3").stderr.endswith(f"cannot be run: {last[0]} occurs twice\n")
+    assert call(runner, folder, "3").stderr.endswith(f"cannot be run: {last[0]} occurs twice\n")
 
 
 @each("number", ["inf", "-nan", "1e999", "-", "01x", "tru"])
-def test_numbers_that_json_does_not_have(number: str, export_folder: Path, program: Path, tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have(number: str, export_folder: Path, runner: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
     (folder / EXPORT).write_text(f'{{"a": {number}, {(folder / EXPORT).read_text()[1:]}')
-    assert call(program, folder, "3").stderr.endswith("cannot be run: it is not JSON\n")
+    assert call(runner, folder, "3").stderr.endswith("cannot be run: it is not JSON\n")
 
 
-def test_a_prompt_without_tokens(export_folder: Path, program: Path) -> None:
-    ran = call(program, export_folder, "decode.max_new_tokens=1", input_text="3\n\n")
+def test_a_prompt_without_tokens(export_folder: Path, runner: Path) -> None:
+    ran = call(runner, export_folder, "decode.max_new_tokens=1", input_text="3\n\n")
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the prompt has no tokens\n")
 
 
@@ -280,22 +262,22 @@ def odd_steps() -> Backend:
     return tokenizer
 
 
-def tokenized(program: Path, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[list[int]]:
+def tokenized(runner: Path, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[list[int]]:
     """Return the runner's ids for texts, which need no model."""
     (folder / RUNNER_TOKENIZER).write_text(json.dumps(tokenizer.runner_form(), ensure_ascii=False), encoding="utf-8")
     lines = "".join(json.dumps(text, ensure_ascii=bool(i % 2)) + "\n" for i, text in enumerate(texts))
-    ran = call(program, folder, "tokenize=true", "input=json", input_text=lines)
+    ran = call(runner, folder, "tokenize=true", "input=json", input_text=lines)
     assert (ran.returncode, ran.stderr) == (0, "")
     return [[*map(int, line.split())] for line in ran.stdout.removesuffix("\n").split("\n")]
 
 
-def test_texts_become_the_tokenizers_ids(program: Path, tmp_path: Path) -> None:
+def test_texts_become_the_tokenizers_ids(runner: Path, tmp_path: Path) -> None:
     """Random texts, a long text, and one long word, which takes a second if each merge searches all pairs."""
     for name, tokenizer in named_tokenizers(tmp_path):
         texts = [*random_texts([*tokenizer._control_names][:40], 2000), "naïve 今天 \n  x" * 9000, "ab" * 50_000]
         alone = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         expected = [tokenizer.encode(text, True) or alone for text in texts]
-        for text, ids, actual in zip(texts, expected, tokenized(program, tokenizer, tmp_path, texts), strict=True):
+        for text, ids, actual in zip(texts, expected, tokenized(runner, tokenizer, tmp_path, texts), strict=True):
             assert actual == ids, (name, text[:200])
 
 
@@ -313,7 +295,7 @@ def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfi
 
 
 @each("kind", ["byte_level", "byte_fallback", "pieces", "pieces, legacy"])
-def test_texts_match_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_texts_match_predict(kind: str, runner: Path, exports: Exports, tmp_path: Path) -> None:
     """A random model generates invalid bytes, special tokens, and ids that the tokenizer lacks."""
     made, run = with_text(kind, tmp_path / "model", exports)
     engine = load_engine(run, 3)
@@ -325,17 +307,17 @@ def test_texts_match_predict(kind: str, program: Path, exports: Exports, tmp_pat
         outputs = generate(engine, prompts, DecodeConfig(**settings, ignore_eos=bool(seed % 2)))
         words = [f"decode.{name}={value}" for name, value in settings.items()]
         words.append(f"decode.ignore_eos={json.dumps(bool(seed % 2))}")
-        ran = call(program, made, *words, "input=json", input_text="".join(map("{}\n".format, map(json.dumps, texts))))
+        ran = call(runner, made, *words, "input=json", input_text="".join(map("{}\n".format, map(json.dumps, texts))))
         assert (ran.returncode, ran.stderr) == (0, "")
         expected = [output.completions[0].text for output in outputs]
         assert [json.loads(line) for line in ran.stdout.removesuffix("\n").split("\n")] == expected
-    alone = call(program, made, *words, f"prompt={texts[0]}")
-    lines = call(program, made, *words, "input=text", input_text=f"{texts[0]}\n{texts[1]}\n")
+    alone = call(runner, made, *words, f"prompt={texts[0]}")
+    lines = call(runner, made, *words, "input=text", input_text=f"{texts[0]}\n{texts[1]}\n")
     assert alone.stdout == f"{expected[0]}\n"
     assert lines.stdout == f"{expected[0]}\n{expected[1]}\n"
 
 
-def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_text_comes_as_it_is_made(runner: Path, exports: Exports, tmp_path: Path) -> None:
     """A packet pipe keeps each write apart: there are many, and each is whole characters."""
     made, _ = with_text("byte_level", tmp_path / "model", exports)
     output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
@@ -346,7 +328,7 @@ def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Pat
         "decode.ignore_eos=true",
         "prompt=今天",
     ]
-    with subprocess.Popen([program, made, *words], stdout=end) as running:
+    with subprocess.Popen([runner, made, *words], stdout=end) as running:
         os.close(end)
         packets = [*iter(lambda: os.read(output, 4096), b"")]
     os.close(output)
@@ -355,27 +337,27 @@ def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Pat
     assert all(packet.decode() for packet in packets)
 
 
-def test_texts_that_cannot_be_read(program: Path, exports: Exports, tmp_path: Path) -> None:
+def test_texts_that_cannot_be_read(runner: Path, exports: Exports, tmp_path: Path) -> None:
     made, _ = with_text("byte_level", tmp_path / "model", exports)
     for input_text, line in [
         ("\udcff", "the prompt is not UTF-8: convert it first"),
         ('"\\ud800"', "it is not JSON"),
         ("3", "a value is not a text"),
     ]:
-        words = [program, made, f"input={'text' if input_text == chr(0xDCFF) else 'json'}"]
+        words = [runner, made, f"input={'text' if input_text == chr(0xDCFF) else 'json'}"]
         ran = subprocess.run(words, input=os.fsencode(f"{input_text}\n"), capture_output=True, timeout=60)
         assert (ran.returncode, ran.stdout, ran.stderr.decode()) == (1, b"", f"quintet-runner: {line}\n")
     alone = "quintet-runner: {} takes only token ids, because its tokenizer cannot be used: {}\n"
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
     (folder / RUNNER_TOKENIZER).write_text(json.dumps({"refused": "its model is Unigram"}))
-    assert call(program, folder, "prompt=a").stderr == alone.format(folder, "its model is Unigram")
-    assert call(program, folder, "decode.max_new_tokens=1", "3").returncode == 0
+    assert call(runner, folder, "prompt=a").stderr == alone.format(folder, "its model is Unigram")
+    assert call(runner, folder, "decode.max_new_tokens=1", "3").returncode == 0
     (folder / RUNNER_TOKENIZER).unlink()
     missing = f"{folder / RUNNER_TOKENIZER} cannot be read (No such file or directory)"
-    assert call(program, folder, "prompt=a").stderr == alone.format(folder, missing)
+    assert call(runner, folder, "prompt=a").stderr == alone.format(folder, missing)
 
 
-def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
+def test_two_hundred_damaged_tokenizers(runner: Path, tmp_path: Path) -> None:
     """A damaged file gives ids or a line, and never a crash."""
     form, num_refused = HuggingFaceTokenizer(tmp_path, odd_steps(), {}).runner_form(), 0
     for seed in range(200):
@@ -385,215 +367,8 @@ def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
         holder, key = chooser.choice(places)
         holder[key] = chooser.choice([0, -1, 1, 2**40, -(2**63), "", "x", None, True, [], {}, 1e300])
         (tmp_path / RUNNER_TOKENIZER).write_text(json.dumps(copy))
-        ran = call(program, tmp_path, "tokenize=true", "prompt=Hello <ab> 12 cab, 今天 world!")
+        ran = call(runner, tmp_path, "tokenize=true", "prompt=Hello <ab> 12 cab, 今天 world!")
         assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"
         assert len(ran.stderr.splitlines()) == ran.returncode, seed
         num_refused += ran.returncode
     assert num_refused > 50
-
-
-def test_graphs_that_the_runner_does_not_support_are_refused(program: Path, exports: Exports, tmp_path: Path) -> None:
-    a8w8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
-    made = exports.of(wide_llama(tmp_path / "a8w8", DType.bfloat16, a8w8))
-    assert "the runner does not support torch.ops.quintet." in call(program, made, "3").stderr
-    fp8 = exports.of(llama(tmp_path / "fp8", FP8_CACHE))
-    assert "the runner does not support a cache of fp8" in call(program, fp8, "3").stderr
-
-
-def test_folders_that_the_runner_cannot_run_are_refused(export_folder: Path, program: Path, tmp_path: Path) -> None:
-    ran = call(program, tmp_path / "none", "3")
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert "export.json cannot be read (No such file or directory)" in ran.stderr
-    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
-    content = json.loads((folder / EXPORT).read_text())
-    (folder / EXPORT).write_text(json.dumps({**content, "instruction_set": "sve"}))
-    assert "it was exported for sve, and this runner was built for " in call(program, folder, "3").stderr
-    for divided in ({"tp": 2, "pp": 1, "sha256": {}}, {**content, "part": {}}):
-        (folder / EXPORT).write_text(json.dumps(divided))
-        assert "cannot be run: it is sharded: run it by run.py" in call(program, folder, "3").stderr
-
-
-def read_document(folder: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(folder / GRAPH) as archive:
-        document: dict[str, Any] = json.loads(archive.read("graph/models/model.json"))
-    return document
-
-
-def write_document(folder: Path, document: dict[str, Any]) -> None:
-    with zipfile.ZipFile(folder / GRAPH, "w") as archive:
-        archive.writestr("graph/models/model.json", json.dumps(document))
-
-
-def node_of(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of the last call of an operator, by name."""
-    nodes = document["graph_module"]["graph"]["nodes"]
-    return {argument["name"]: argument for argument in [n for n in nodes if f".{name}." in n["target"]][-1]["inputs"]}
-
-
-def other_slots(document: dict[str, Any]) -> None:
-    node_of(document, "rope_and_store")["slots"]["arg"] = {"as_tensor": {"name": "fields_token_ids"}}
-
-
-def all_starts(document: dict[str, Any]) -> None:
-    node_of(document, "paged_attention")["query_starts"]["arg"] = {"as_tensor": {"name": "fields_query_starts"}}
-
-
-def longer_weight(document: dict[str, Any]) -> None:
-    node_of(document, "matmul_swiglu")["up_num_outputs"]["arg"]["as_int"] = 4096
-
-
-def unknown_argument(document: dict[str, Any]) -> None:
-    node_of(document, "rms_norm")["eps"]["name"] = "epsilon"
-
-
-def number_for_logits(document: dict[str, Any]) -> None:
-    document["graph_module"]["graph"]["outputs"][1] = {"as_int": 2**40}
-
-
-def number_for_a_tensor(document: dict[str, Any]) -> None:
-    node_of(document, "rms_norm")["x"]["arg"] = {"as_int": 3}
-
-
-def viewed_weight(document: dict[str, Any]) -> None:
-    """A weight whose size may change in a later step, although it was checked in the first."""
-    memory = node_of(document, "matmul_swiglu")["up_memory"]["arg"]["as_tensor"]
-    arguments = {"self": {"as_tensor": {**memory}}, "dim": {"as_int": 0}, "sizes": {"as_ints": [1, -1]}}
-    inputs = [{"name": name, "arg": argument} for name, argument in arguments.items()]
-    node = {"target": "torch.ops.aten.unflatten.int", "inputs": inputs, "outputs": [{"as_tensor": {"name": "viewed"}}]}
-    document["graph_module"]["graph"]["nodes"].insert(0, node)
-    memory["name"] = "viewed"
-
-
-def part_of_a_split(document: dict[str, Any]) -> None:
-    arguments = {"self": {"as_tensor": {"name": "fields_token_ids"}}, "split_sizes": {"as_ints": [1]}}
-    inputs = [{"name": name, "arg": argument} for name, argument in arguments.items()]
-    node = {
-        "target": "torch.ops.aten.split_with_sizes.default",
-        "inputs": inputs,
-        "outputs": [{"as_tensor": {"name": "part"}}],
-    }
-    document["graph_module"]["graph"]["nodes"].insert(0, node)
-
-
-def computed_weight(document: dict[str, Any]) -> None:
-    node_of(document, "matmul_together")["weights_memory"]["arg"]["as_tensors"] = [{"name": "embedding"}]
-
-
-def other_reads(document: dict[str, Any]) -> None:
-    node_of(document, "short_conv")["reads"]["arg"] = {"as_tensor": {"name": "fields_positions"}}
-
-
-def weight_for_a_state(document: dict[str, Any]) -> None:
-    arguments = node_of(document, "short_conv")
-    arguments["states"]["arg"] = arguments["weight"]["arg"]
-
-
-def keys_for_a_state(document: dict[str, Any]) -> None:
-    (keys, *_) = node_of(document, "rope_and_store")["key_cache_tensors"]["arg"]["as_tensors"]
-    node_of(document, "short_conv")["states"]["arg"] = {"as_tensor": keys}
-
-
-def state_for_keys(document: dict[str, Any]) -> None:
-    state = node_of(document, "short_conv")["states"]["arg"]["as_tensor"]
-    node_of(document, "rope_and_store")["key_cache_tensors"]["arg"] = {"as_tensors": [state]}
-
-
-RECURRENT_HARMS = (other_reads, weight_for_a_state, keys_for_a_state, state_for_keys)
-
-
-@each(
-    "harm, line",
-    [
-        (other_reads, "short_conv.default cannot be computed: reads is not the batch's field of this name"),
-        (weight_for_a_state, "short_conv.default cannot be computed: a state is not a recurrent state of the cache"),
-        (keys_for_a_state, "short_conv.default cannot be computed: a state is not a recurrent state of the cache"),
-        (state_for_keys, "rope_and_store.default cannot be computed: keys or values are not a tensor of the cache"),
-        (other_slots, "rope_and_store.default cannot be computed: slots is not the batch's field of this name"),
-        (
-            all_starts,
-            "paged_attention.default cannot be computed: its arguments do not have the expected shapes and types",
-        ),
-        (
-            longer_weight,
-            "matmul_swiglu.default cannot be computed: its arguments do not have the expected shapes and types",
-        ),
-        (unknown_argument, "rms_norm.default cannot be computed: epsilon is not known"),
-        (number_for_logits, "a value is not a tensor"),
-        (number_for_a_tensor, "rms_norm.default cannot be computed: a value is not a tensor"),
-        (
-            viewed_weight,
-            "matmul_swiglu.default cannot be computed: a weight argument is not a weight of the exported model",
-        ),
-        (
-            part_of_a_split,
-            "split_with_sizes.default cannot be computed: its arguments do not have the expected shapes and types",
-        ),
-        (
-            computed_weight,
-            "matmul_together.default cannot be computed: a weight argument is not a weight of the exported model",
-        ),
-    ],
-)
-def test_hostile_graphs(
-    harm: Callable[[dict[str, Any]], None],
-    line: str,
-    export_folder: Path,
-    recurrent_folder: Path,
-    program: Path,
-    tmp_path: Path,
-) -> None:
-    export_folder = recurrent_folder if harm in RECURRENT_HARMS else export_folder
-    folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
-    document = read_document(export_folder)
-    harm(document)
-    write_document(folder, document)
-    ran = call(program, folder, "3", "4", "5")
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert line in ran.stderr
-
-
-def leaves(value: Any) -> list[tuple[Any, Any]]:
-    """Return the paths of all numbers and texts in a JSON value."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    below = [place for key in keys for place in leaves(value[key])]
-    return below + [(value, key) for key in keys if not isinstance(value[key], dict | list)]
-
-
-def damage(folder: Path, chooser: random.Random) -> None:
-    """Change a value of the graph or its description, change a byte of a file, or truncate it."""
-    others = [0, -1, 1, 2**40, -(2**63), 2**70, "", None, True, "fields_token_ids", [], {}, 1e300]
-    kind = chooser.choice(["graph", "graph", "graph", EXPORT, "byte", "cut"])
-    if kind == "graph":
-        document = read_document(folder)
-        graph = document["graph_module"]["graph"]
-        holder, key = chooser.choice(leaves({name: graph[name] for name in ("nodes", "inputs", "outputs")}))
-        holder[key] = chooser.choice(others)
-        write_document(folder, document)
-    elif kind == EXPORT:
-        content = json.loads((folder / EXPORT).read_text())
-        holder, key = chooser.choice(leaves({name: content[name] for name in content if name != "operators"}))
-        holder[key] = chooser.choice(others)
-        (folder / EXPORT).write_text(json.dumps(content))
-    else:
-        file = folder / chooser.choice([EXPORT, GRAPH, WEIGHTS])
-        content = bytearray(file.read_bytes())
-        place = chooser.randrange(min(len(content), 6000))
-        content[place] ^= chooser.randrange(1, 256)
-        file.write_bytes(content if kind == "byte" else content[:place])
-
-
-def test_two_hundred_damaged_archives(
-    export_folder: Path, recurrent_folder: Path, program: Path, tmp_path: Path
-) -> None:
-    """A damaged archive gives tokens or a line, and never a crash."""
-    num_refused = 0
-    for seed in range(200):
-        made = recurrent_folder if seed % 3 == 0 else export_folder
-        folder = Path(shutil.copytree(made, tmp_path / str(seed)))
-        damage(folder, random.Random(seed))
-        ran = call(program, folder, "device.threads=1", "decode.max_new_tokens=2", "3", "4", "5")
-        assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"
-        assert len(ran.stderr.splitlines()) == ran.returncode, seed
-        num_refused += ran.returncode
-        shutil.rmtree(folder)
-    assert num_refused > 100

@@ -49,13 +49,20 @@ def _check_corrected(
     is_softmax: bool = False,
     num_groups: int = 1,
     num_kept: int = 1,
+    num_scored: int = 2,
 ) -> None:
     experts = logits.shape[-1]
     if logits.ndim != 2 or correction.shape != (experts,) or not logits.dtype == correction.dtype == torch.float32:
         shapes = " and ".join(f"{list(tensor.shape)} of {tensor.dtype}" for tensor in (logits, correction))
         raise ValueError(f"{shapes} are not logits [T, N] and corrections [N] of float32")
-    if not 1 <= num_kept <= num_groups or experts % num_groups or (num_kept < num_groups and experts < 2 * num_groups):
+    if (
+        not 1 <= num_kept <= num_groups
+        or experts % num_groups
+        or (num_kept < num_groups and experts < num_scored * num_groups)
+    ):
         raise ValueError(f"{num_kept} of {num_groups} groups of {experts} experts cannot be kept")
+    if num_scored not in (1, 2):
+        raise ValueError(f"a group cannot be scored by its {num_scored} best experts: by 1 or 2")
     num_candidates = num_kept * experts // num_groups
     if not 1 <= num_chosen <= num_candidates:
         raise ValueError(f"{num_chosen} of {num_candidates} experts cannot be chosen: at least 1, at most all")
@@ -76,6 +83,7 @@ def route_corrected(
     is_softmax: bool = False,
     num_groups: int = 1,
     num_kept: int = 1,
+    num_scored: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Select each token's experts, as `reference.route_corrected` does. If scores are equal, the lower expert
     number is first.
@@ -100,6 +108,7 @@ def route_corrected(
         is_softmax,
         num_groups,
         num_kept,
+        num_scored,
     )
     return weights, chosen
 

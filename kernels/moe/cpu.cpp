@@ -40,8 +40,9 @@ void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
     for (float &value : scores) value /= total;
 }
 
-// Keeps the groups with the highest sum of their two best scores. Sets the scores of other groups to -infinity.
-void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &scores) {
+// Keeps the groups with the highest sum of their `num_scored` best scores, one or two. Sets the scores of other groups to
+// -infinity.
+void keep_groups(int64_t num_groups, int64_t num_kept, int64_t num_scored, std::vector<float> &scores) {
   const int64_t size = scores.size() / num_groups;
   std::vector<float> sums(num_groups);
   for (int64_t group = 0; group < num_groups; ++group) {
@@ -52,7 +53,7 @@ void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &score
       else
         second = std::max(second, scores[i]);
     }
-    sums[group] = best + second;
+    sums[group] = num_scored == 1 ? best : best + second;
   }
   std::vector<int64_t> kept(num_kept);
   choose(sums, num_kept, kept.data());
@@ -84,7 +85,7 @@ OPERATOR(route, (const void *logits, Dtype dtype, float *weights, int64_t *chose
 
 // logits [T, N], correction [N]; weights and chosen [T, K]
 OPERATOR(route_corrected, (const float *logits, const float *correction, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
-                           int64_t num_experts, bool renormalise, bool is_softmax, int64_t num_groups, int64_t num_kept)) {
+                           int64_t num_experts, bool renormalise, bool is_softmax, int64_t num_groups, int64_t num_kept, int64_t num_scored)) {
   parallel_for(divide_up(num_tokens, TOKENS_OF_CHUNK), [&](int64_t chunk) {
     std::vector<float> scores(num_experts), corrected(num_experts);
     for (int64_t token = chunk * TOKENS_OF_CHUNK; token < std::min((chunk + 1) * TOKENS_OF_CHUNK, num_tokens); ++token) {
@@ -92,7 +93,7 @@ OPERATOR(route_corrected, (const float *logits, const float *correction, float *
       const int64_t *expert = chosen + token * num_chosen;
       score(logits + token * num_experts, is_softmax, scores);
       for (int64_t i = 0; i < num_experts; ++i) corrected[i] = scores[i] + correction[i];
-      if (num_kept < num_groups) keep_groups(num_groups, num_kept, corrected);
+      if (num_kept < num_groups) keep_groups(num_groups, num_kept, num_scored, corrected);
       choose(corrected, num_chosen, chosen + token * num_chosen);
       float total = LEAST_SUM;
       for (int64_t rank = 0; rank < num_chosen; ++rank) total += weight[rank] = scores[expert[rank]];

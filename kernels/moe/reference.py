@@ -54,20 +54,21 @@ def route_corrected(
     is_softmax: bool = False,
     num_groups: int = 1,
     num_kept: int = 1,
+    num_scored: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Return the K experts of each token with the highest corrected scores, and their uncorrected scores, as `route`
     does.
 
     logits float32 [T, N]; correction float32 [N] balances the load of the experts without an auxiliary loss (arXiv
     2408.15664). Scores are sigmoids, or a softmax over all experts. Experts are in groups of equal size; only the
-    `num_kept` groups with the highest sum of their two best scores are eligible (arXiv 2412.19437, section 2.1.2). The
-    K weights sum to 1 if `renormalise`.
+    `num_kept` groups with the highest sum of their `num_scored` best scores are eligible: two (arXiv 2412.19437, section
+    2.1.2) or one (arXiv 2405.04434, section 2.2.2). The K weights sum to 1 if `renormalise`.
     """
     scores = logits.softmax(-1) if is_softmax else 1 / (1 + (-logits).exp())
     corrected = scores + correction
     if num_kept < num_groups:
         grouped = corrected.unflatten(-1, (num_groups, -1))  # [T, C, N / C]
-        sums = grouped.topk(2).values.sum(-1)  # [T, C]
+        sums = grouped.topk(num_scored).values.sum(-1)  # [T, C]
         kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, sums.topk(num_kept).indices, True)
         corrected = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     chosen = corrected.topk(num_chosen).indices

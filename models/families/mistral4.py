@@ -1,17 +1,15 @@
 """Mistral Small 4: DeepSeek-V3's decoder with softmax routing, and with queries that grow with their position.
 
-T tokens, H query heads, L channels of the latent, P channels with position of a head, X experts.
+T tokens, H query heads, L channels of the latent, P channels with position of a head.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from kernels.moe import route_corrected
 from models.config import ConfigReader
 from models.families import deepseek
 from models.families.deepseek import Deepseek
@@ -29,10 +27,9 @@ class Mistral4Config(DeepseekConfig):
 class SoftmaxRouting(Routing):
     """Scores are a softmax, and a group's score is the sum of its best two experts."""
 
-    def _choose_in_groups(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        groups = self.n_group, self.topk_group
-        none = torch.zeros_like(logits[0])  # no correction of the scores
-        return route_corrected(logits, none, self.num_experts_per_tok, self.norm_topk_prob, True, *groups)
+    @property
+    def num_scored(self) -> int:
+        return 2
 
 
 def read_config(config: ConfigReader) -> Mistral4Config:

@@ -41,34 +41,32 @@ class Routing:
         """Whether a token's experts are the K highest softmax scores, regardless of groups."""
         return not self.has_correction_bias and self.topk_group == self.n_group
 
+    @property
+    def num_scored(self) -> int:
+        """The number of a group's best experts whose scores sum to the group's score."""
+        return 2 if self.has_correction_bias else 1
+
     def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose experts within the best groups (V2: section 2.2.2 of its paper; V3: section 2.1.2).
 
         logits float32 [T, X]; correction float32 [X] of V3's rule. Returns as `route` does.
         """
-        if correction is not None:
-            groups = self.n_group, self.topk_group
-            weights, chosen = route_corrected(
-                logits, correction, self.num_experts_per_tok, self.norm_topk_prob, False, *groups
-            )
-        elif self.is_plain:
+        if self.is_plain:
             weights, chosen = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
         else:
-            weights, chosen = self._choose_in_groups(logits)
+            if correction is None:
+                correction = torch.zeros_like(logits[0])  # none
+            weights, chosen = route_corrected(
+                logits,
+                correction,
+                self.num_experts_per_tok,
+                self.norm_topk_prob,
+                not self.has_correction_bias,
+                self.n_group,
+                self.topk_group,
+                self.num_scored,
+            )
         return weights * self.scaling_factor, chosen
-
-    def _choose_in_groups(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the K highest scores of logits [T, X] within the best groups, and their experts: [T, K] each.
-
-        A group's score is the score of its best expert.
-        """
-        scores = logits.softmax(-1)
-        grouped = scores.unflatten(-1, (self.n_group, -1))  # [T, C, X/C]
-        best = grouped.topk(1).values[..., 0]  # [T, C]
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(self.topk_group).indices, True)
-        eligible = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        chosen = eligible.topk(self.num_experts_per_tok).indices
-        return scores.gather(-1, chosen), chosen
 
 
 def read_routing(

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,8 @@ from models.formats.manifest import verify_manifest
 from pipelines.engine import Engine
 from pipelines.tasks.export import run_export
 from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.catalog import DEEPSEEK, MARKS, link, write_family
 from tests.helpers.catalog import FAMILIES as WITHOUT_MARKS
-from tests.helpers.catalog import MARKS, link
 from tests.helpers.hybrid_families import HYBRID
 
 PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
@@ -35,10 +36,16 @@ INT4 = QuantConfig(QuantScheme.int4, group_size=32)
 FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
 FAMILIES |= {name: partial(family.write, **family.variants[0]) for name, family in HYBRID.items()}
 """By name: a function that writes a model and returns its run. Every architecture is among them (test_kv_families)."""
-MIXTURES = {
+VARIANTS: dict[str, Callable[[Path], object]] = {
     f"{name} with experts": partial(HYBRID[name].write, **HYBRID[name].variants[1])
     for name in ("granitemoehybrid", "nemotron_h")
 }
+"""Further models of families, by name, as in `FAMILIES`."""
+VARIANTS |= {
+    f"kimi_linear {number}": partial(HYBRID["kimi_linear"].write, **variant)
+    for number, variant in enumerate(HYBRID["kimi_linear"].variants[1:])
+}
+VARIANTS |= {name: partial(write_family, family=name) for name in DEEPSEEK}
 OF_RUNNER = [
     "baichuan-13b",
     "baichuan-7b",
@@ -46,15 +53,22 @@ OF_RUNNER = [
     "bamba",
     "bloom",
     "chatglm3",
+    "deepseek_v2",
+    "deepseek_v3",
     "falcon_h1",
+    "glm4_moe_lite",
     "gpt2",
     "granitemoehybrid",
+    "kimi_k2",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "llama3",
     "llama_tied_bias",
     "mamba2",
+    "minicpm3",
     "mistral",
+    "mistral4",
     "nemotron_h",
     "opt",
     "qwen2",
@@ -132,8 +146,8 @@ def family_model(family: str, folder: Path, quant: QuantConfig = FLOATS) -> RunC
     """Write a family's model into a new folder and return a run of it, in bfloat16 if the C++ runner computes the
     family."""
     folder.mkdir()
-    (FAMILIES | MIXTURES)[family](folder)
-    return run_of(folder, quant, DType.bfloat16 if family in (*OF_RUNNER, *MIXTURES) else DType.float32)
+    (FAMILIES | VARIANTS)[family](folder)
+    return run_of(folder, quant, DType.bfloat16 if family in (*OF_RUNNER, *VARIANTS) else DType.float32)
 
 
 def on_export(run: RunConfig, folder: Path) -> RunConfig:

@@ -1,6 +1,7 @@
 """Fixtures of the whole suite. tests/conftest.py loads them only in processes that run tests; the controller of workers
 starts without torch."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels import build  # noqa: E402
+from models.exported.runner.build import PROGRAM, build_runner  # noqa: E402
 from pipelines.engine.request import SequenceGroup  # noqa: E402
 from tests.helpers.builders import write_llama  # noqa: E402
 from tests.helpers.exports import Exports  # noqa: E402
@@ -42,11 +44,29 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that all workers of a session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     """Return the exports that all workers of a session share."""
-    base = tmp_path_factory.getbasetemp()
-    return Exports((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exports")
+    return Exports(shared_folder(tmp_path_factory) / "exports")
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the C++ runner, which all workers of a session share. It is moved after the build, with its library."""
+    folder = shared_folder(tmp_path_factory) / "runner"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+        if not (folder / "moved").exists():
+            build_runner(folder / "built")
+            (folder / "built").rename(folder / "moved")
+    return folder / "moved" / PROGRAM
 
 
 @pytest.fixture

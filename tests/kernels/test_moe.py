@@ -67,11 +67,13 @@ def test_refuses_to_choose_none_or_more_than_there_are(num_chosen: int) -> None:
         route(randn(5, 3), num_chosen, True)
 
 
-def chosen_by_hand(corrected: list[float], num_chosen: int, num_groups: int, num_kept: int) -> list[int]:
-    """Return a token's experts from the groups with the highest sum of their two best scores."""
+def chosen_by_hand(
+    corrected: list[float], num_chosen: int, num_groups: int, num_kept: int, num_scored: int
+) -> list[int]:
+    """Return a token's experts from the groups with the highest sum of their `num_scored` best scores."""
     size = len(corrected) // num_groups
     groups = [range(group * size, (group + 1) * size) for group in range(num_groups)]
-    best = sorted(groups, key=lambda group: -sum(sorted(corrected[i] for i in group)[-2:]))[:num_kept]
+    best = sorted(groups, key=lambda group: -sum(sorted(corrected[i] for i in group)[-num_scored:]))[:num_kept]
     return sorted((i for group in best for i in group), key=lambda i: -corrected[i])[:num_chosen]
 
 
@@ -79,20 +81,35 @@ def chosen_by_hand(corrected: list[float], num_chosen: int, num_groups: int, num
 @each("renormalise", [False, True])
 @each("is_softmax", [False, True])
 @each(
-    "sizes, num_groups, num_kept",
-    [((1, 1, 1), 1, 1), ((70, 4, 24), 1, 1), ((70, 4, 24), 4, 2), ((33, 6, 12), 2, 1), ((33, 8, 256), 8, 8)],
+    "sizes, num_groups, num_kept, num_scored",
+    [
+        ((1, 1, 1), 1, 1, 2),
+        ((70, 4, 24), 1, 1, 2),
+        ((70, 4, 24), 4, 2, 2),
+        ((70, 4, 24), 4, 2, 1),
+        ((70, 3, 7), 7, 3, 1),  # groups of one expert
+        ((33, 6, 12), 2, 1, 2),
+        ((33, 8, 256), 8, 8, 2),
+    ],
 )
 @poisoned()
 def test_routes_by_corrected_scores(
-    sizes: tuple[int, int, int], num_groups: int, num_kept: int, is_softmax: bool, renormalise: bool
+    sizes: tuple[int, int, int],
+    num_groups: int,
+    num_kept: int,
+    num_scored: int,
+    is_softmax: bool,
+    renormalise: bool,
 ) -> None:
     num_tokens, num_chosen, num_experts = sizes
     logits, correction = randn(num_tokens, num_experts), randn(num_experts) / num_experts
-    settings = num_chosen, renormalise, is_softmax, num_groups, num_kept
+    settings = num_chosen, renormalise, is_softmax, num_groups, num_kept, num_scored
     weights, chosen = route_corrected(logits, correction, *settings)
     scores = logits.double().softmax(-1) if is_softmax else logits.double().sigmoid()
     corrected = (scores + correction.double()).tolist()
-    assert chosen.tolist() == [chosen_by_hand(scores, num_chosen, num_groups, num_kept) for scores in corrected]
+    assert chosen.tolist() == [
+        chosen_by_hand(scores, num_chosen, num_groups, num_kept, num_scored) for scores in corrected
+    ]
     exact = scores.gather(-1, chosen)
     exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
     # a sum of 256 float32 is rounded 256 times by 2^-24, the exponential by 2 of 2^-23
@@ -116,6 +133,9 @@ def test_refuses_corrections_groups_and_choices_that_cannot_be() -> None:
     for groups, kept in ((5, 1), (3, 4), (3, 0), (12, 2)):
         with pytest.raises(ValueError, match=f"{kept} of {groups} groups of 12 experts cannot be kept"):
             route_corrected(logits, correction, 2, True, False, groups, kept)
+    for num_scored in (0, 3):
+        with pytest.raises(ValueError, match=f"a group cannot be scored by its {num_scored} best experts: by 1 or 2"):
+            route_corrected(logits, correction, 2, True, False, 3, 1, num_scored)
     for num_chosen in (0, 5):
         with pytest.raises(ValueError, match=f"{num_chosen} of 4 experts cannot be chosen: at least 1, at most all"):
             route_corrected(logits, correction, num_chosen, True, False, 3, 1)

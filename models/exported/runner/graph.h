@@ -6,22 +6,13 @@
 #include <limits>
 #include <map>
 
-#include "../../../kernels/kv_format.h"
-#include "json.h"
+#include "cache.h"
 
 // The inputs of a graph that come from a batch, in order; only recurrent models have the last three. The cache's tensors
 // follow, then the weights.
 enum Field : size_t {
   TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES,
   STATE_READS, STATE_WRITES, STATE_ENDS, NUM_FIELDS
-};
-
-// The keys or the values of a layer, or a recurrent state: an input of the graph.
-struct CacheInput {
-  size_t number;  // index in the graph's inputs
-  Type dtype;
-  bool is_state;
-  Sizes shape;  // of a token: heads and channels; of a state: with its only slot
 };
 
 class Step;
@@ -48,8 +39,8 @@ inline Dtype dtype_of(Type type) {
 // The view that a call has of a step: its arguments by name, and its results.
 class Step {
  public:
-  Step(const std::vector<CacheInput> &cache_inputs, size_t num_inputs, std::vector<Tensor> &values, Call &call)
-      : call(call), cache_inputs_(cache_inputs), num_inputs_(num_inputs), values_(values) {}
+  Step(const Cache &cache, size_t num_inputs, std::vector<Tensor> &values, Call &call)
+      : call(call), cache_(cache), num_inputs_(num_inputs), values_(values) {}
 
   Call &call;
 
@@ -79,7 +70,7 @@ class Step {
   // value.
   const Tensor &weight(const Json &argument) const {
     const size_t number = argument.tensor();
-    require(number > cache_inputs_.back().number && number < num_inputs_, "a weight argument is not a weight of the exported model");
+    require(number >= cache_.first_weight() && number < num_inputs_, "a weight argument is not a weight of the exported model");
     return tensor(argument);
   }
   // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
@@ -88,46 +79,53 @@ class Step {
     require((*this)[name].tensor() == field, std::string(name) + " is not the batch's field of this name");
     return tensor(name);
   }
-  // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe.
-  PagedVectors cache_vectors(const std::string &name) {
+  // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe. They may have fewer
+  // channels than the cache only if `may_be_narrow`.
+  PagedVectors cache_vectors(const std::string &name, bool may_be_narrow = false) {
     const auto &list = (*this)[name + "_tensors"].list();
-    require(list.size() == 1, name + " is not one tensor of the cache");
-    const CacheInput &input = cache_input(list[0], false);
-    require((*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
-                integer(name + "_channels", 0) == input.shape[1] && type(name + "_dtype") == input.dtype,
-            name + " has a format that differs from export.json");
+    const auto is_first = [&](const CacheVectors &vectors) { return !list.empty() && list[0].tensor() == vectors.first; };
+    const auto of = std::ranges::find_if(cache_.vectors, is_first);
+    require(of != cache_.vectors.end(), "keys or values are not a tensor of the cache");
+    bool fits = list.size() == of->num_tensors && (*this)[name + "_format"].text() == of->format && type(name + "_dtype") == cache_.dtype;
+    for (size_t i = 0; i < list.size(); ++i) fits = fits && list[i].tensor() == of->first + i;
+    const Json *static_scales = find(name + "_scales");
+    fits = fits && (of->static_scales ? static_scales && static_scales->tensor() == cache_.first_weight() + *of->static_scales : !static_scales);
+    const int64_t channels = integer(name + "_channels", 0);
+    fits = fits && (channels == of->channels || (may_be_narrow && channels > 0 && channels < of->channels));
+    require(fits, name + " has a format that differs from export.json");
+    const Tensor &stored = values_[of->first], *scales = static_scales ? &weight(*static_scales) : of->num_tensors == 2 ? &values_[of->first + 1] : nullptr;
+    require(!static_scales || (scales->type == Type::float32 && scales->shape == Sizes{of->num_heads}), "its scales are not one number for each head");
+    const int64_t scales_size = scales && !static_scales ? count_of({scales->shape.begin() + 3, scales->shape.end()}) : 0;
     constexpr int32_t HAS_MARGIN = true;  // allocated by `empty`
-    return {values_[input.number].data, nullptr, values_[input.number].shape[1], input.shape[0], input.shape[1], input.shape[1], 0, KVFormat::unquantised,
-            dtype_of(input.dtype), HAS_MARGIN};
+    return {stored.data, scales ? scales->data : nullptr, stored.shape[1], of->num_heads, channels, stored.last(), scales_size, of->kind,
+            dtype_of(cache_.dtype), HAS_MARGIN};
   }
   // Returns a recurrent state, into which a kernel writes. Raises Refused if the argument is another value.
-  const Tensor &state(std::string_view name) { return values_[cache_input((*this)[name], true).number]; }
+  const Tensor &state(std::string_view name) {
+    const size_t number = (*this)[name].tensor();
+    const auto is_it = [&](const CacheInput &input) { return input.number == number && input.is_state; };
+    require(std::ranges::any_of(cache_.inputs, is_it), "a state is not a recurrent state of the cache");
+    return values_[number];
+  }
   void set_result(size_t output, Tensor result) {
     require(output < call.outputs.size(), "it has more results than the graph has outputs");
     values_[call.outputs[output]] = std::move(result);
   }
 
  private:
-  const std::vector<CacheInput> &cache_inputs_;
+  const Cache &cache_;
   size_t num_inputs_;
   std::vector<Tensor> &values_;
-
-  const CacheInput &cache_input(const Json &argument, bool is_state) const {
-    for (const CacheInput &input : cache_inputs_)
-      if (input.number == argument.tensor() && input.is_state == is_state) return input;
-    throw Refused(is_state ? "a state is not a recurrent state of the cache" : "keys or values are not a tensor of the cache");
-  }
 };
 
 class Graph {
  public:
-  std::vector<CacheInput> cache_inputs;
+  Cache cache;
   std::vector<Tensor> inputs;  // unset entries for fields and cache, then the weights
 
   // Raises Refused if the graph calls functions that are not listed.
-  Graph(const Json &graph, std::vector<CacheInput> cache_inputs_, const std::vector<Tensor> &weights) : cache_inputs(std::move(cache_inputs_)) {
-    require(!cache_inputs.empty(), "it has no cache");
-    inputs.resize(cache_inputs.back().number + 1);
+  Graph(const Json &graph, Cache cache_, const std::vector<Tensor> &weights) : cache(std::move(cache_)) {
+    inputs.resize(cache.first_weight());
     inputs.insert(inputs.end(), weights.begin(), weights.end());
     for (const Json &input : graph["inputs"].list()) new_value(input["as_tensor"]);
     require(last_.size() == inputs.size(), "the inputs of its graph do not fit export.json");
@@ -158,7 +156,7 @@ class Graph {
     values.resize(last_.size());
     for (Call &call : calls_) {
       try {
-        Step step(cache_inputs, inputs.size(), values, call);
+        Step step(cache, inputs.size(), values, call);
         call.function(step);
         for (const auto &[name, value] : call.arguments)
           require(call.is_checked || std::find(call.known.begin(), call.known.end(), name) != call.known.end(), name + " is not known");

@@ -18,24 +18,10 @@ class Model {
     require(!is_sharded, "it is sharded: run it by run.py");
     const std::string &instruction_set = description["instruction_set"].text();
     require(instruction_set == INSTRUCTION_SET, "it was exported for " + instruction_set + ", and this runner was built for " INSTRUCTION_SET);
-    const Type dtype = float_type(description["dtype"].text());
     vocab_size_ = count(description["vocab_size"]), context_length_ = count(description["context_length"]);
     if (const Json &threshold = description["key_border"]; !threshold.is_null()) context_length_ = std::min(context_length_, count(threshold));
     for (const int64_t token : integers(description["eos_token_ids"])) ends_.insert(token);
-    const Json *states = Json::find(description.object(), "states");
-    const size_t num_fields = states ? NUM_FIELDS : STATE_READS;
-    std::vector<CacheInput> cache_inputs;
-    for (const Json &entry : description["cache"].list()) {
-      if (entry.is_null()) continue;  // a layer without keys and values
-      require(entry["format"].text() == "none", "the runner does not support a cache of " + entry["format"].text());
-      require(entry["channels"].integer() != 0, "the runner does not support latent attention");
-      cache_inputs.push_back({num_fields + cache_inputs.size(), dtype, false, {count(entry["num_heads"]), count(entry["channels"])}});
-    }
-    for (const Json &layer : states ? states->list() : Json::List())
-      for (const Json &state : layer.list()) {
-        cache_inputs.push_back({num_fields + cache_inputs.size(), float_type(state["dtype"].text()), true, {1}});
-        for (const int64_t size : integers(state["shape"])) cache_inputs.back().shape.push_back(size);
-      }
+    is_recurrent_ = Json::find(description.object(), "states") != nullptr;
     const auto stored = read_weights(map_file(folder + "/weights.safetensors"));
     std::vector<Tensor> weights;
     for (const Json &weight_name : description["weights"].list()) {
@@ -43,7 +29,7 @@ class Model {
       require(weight != stored.end(), "it has no weight " + weight_name.text());
       weights.push_back(weight->second);
     }
-    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), cache_inputs, weights);
+    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), Cache(description, is_recurrent_ ? NUM_FIELDS : STATE_READS), weights);
   }
 
   int64_t vocab_size() const { return vocab_size_; }
@@ -55,8 +41,11 @@ class Model {
   void begin(int64_t prompt_length, int64_t num_tokens) {
     prompt_length_ = prompt_length, length_ = 0;
     num_blocks_ = divide_up(num_tokens, BLOCK_SIZE);
-    for (const auto &[number, dtype, is_state, shape] : graph_->cache_inputs)
-      graph_->inputs[number] = empty(dtype, is_state ? shape : Sizes{num_blocks_, BLOCK_SIZE, shape[0], shape[1]});
+    for (const auto &[number, dtype, is_state, shape] : graph_->cache.inputs) {
+      Sizes whole = shape;
+      if (!is_state) whole.insert(whole.begin(), {num_blocks_, BLOCK_SIZE});
+      graph_->inputs[number] = empty(dtype, whole);
+    }
   }
 
   // Returns the logits [1, V] after the last of these tokens, which follow the tokens of earlier steps.
@@ -77,7 +66,7 @@ class Model {
     put(OUTPUT_ROWS, {1}, {num_tokens - 1});
     put(OUTPUT_STARTS, {2}, {0, 1});
     put(BLOCK_TABLES, {1, width}, table);
-    if (graph_->cache_inputs[0].number == NUM_FIELDS)  // slot 0 of each state; -1: a new sequence has none
+    if (is_recurrent_)  // slot 0 of each state; -1: a new sequence has none
       put(STATE_READS, {1}, {length_ > num_tokens ? 0 : -1}), put(STATE_WRITES, {1}, {0}), put(STATE_ENDS, {1}, {num_tokens});
     const Tensor logits = graph_->run();
     require(logits.data && logits.shape == Sizes{1, vocab_size_}, "its graph does not return logits");
@@ -87,19 +76,9 @@ class Model {
  private:
   static constexpr int64_t BLOCK_SIZE = 16;
   int64_t vocab_size_, context_length_, prompt_length_ = 0, length_ = 0, num_blocks_ = 0;
+  bool is_recurrent_ = false;
   std::set<int64_t> ends_;
   std::optional<Graph> graph_;
-
-  static Type float_type(const std::string &name) {
-    require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype " + name + " is not supported");
-    return name == "float32" ? Type::float32 : name == "bfloat16" ? Type::bfloat16 : Type::float16;
-  }
-
-  static int64_t count(const Json &json) {
-    const int64_t number = json.integer();
-    require(number > 0 && number < int64_t{1} << 31, "a count is not a number above 0");
-    return number;
-  }
 
   void put(Field field, const Sizes &shape, const std::vector<int64_t> &numbers) {
     graph_->inputs[field] = empty(Type::int64, shape);

@@ -15,10 +15,11 @@ int64_t axis_of(const Tensor &x, int64_t axis) {
   return axis;
 }
 
-// Returns a copy of a part of an axis.
+// Returns a copy of a part of an axis, or the tensor if the part is the whole axis.
 Tensor narrow(const Tensor &x, int64_t axis, int64_t start, int64_t length) {
   const int64_t size = x.shape[axis];
-  require(start >= 0 && length > 0 && start <= size && length <= size - start, "a part ends after the end of its tensor");
+  require(start >= 0 && length >= 0 && start <= size && length <= size - start, "a part ends after the end of its tensor");
+  if (length == size) return x;
   Sizes shape = x.shape;
   shape[axis] = length;
   const Tensor out = empty(x.type, shape);
@@ -118,6 +119,33 @@ void narrow_part(Step &step) {
   step.set_result(0, narrow(x, axis_of(x, step["dim"].integer()), step["start"].integer(), step["length"].integer()));
 }
 
+void slice(Step &step) {
+  const Tensor &x = step.tensor("self");
+  const int64_t axis = axis_of(x, step.integer("dim", 0)), start = step.integer("start", 0);
+  require_fit(start >= 0 && step.integer("step", 1) == 1);
+  step.set_result(0, narrow(x, axis, start, std::min(step.integer("end", x.shape[axis]), x.shape[axis]) - start));
+}
+void select(Step &step) {
+  const Tensor &x = step.tensor("self");
+  const int64_t axis = axis_of(x, step["dim"].integer());
+  Tensor part = narrow(x, axis, step["index"].integer(), 1);
+  part.shape.erase(part.shape.begin() + axis);
+  step.set_result(0, part);
+}
+void zeros_like(Step &step) {
+  const Tensor &x = step.tensor("self"), out = like(x);
+  require_fit(!step.flag("pin_memory"));
+  std::memset(out.data, 0, out.count() * bytes_of(out.type));
+  step.set_result(0, out);
+}
+void unsqueeze(Step &step) {
+  Tensor x = step.tensor("self");
+  const int64_t axis = step["dim"].integer();
+  require_fit(axis >= 0 && axis <= x.rank());
+  x.shape.insert(x.shape.begin() + axis, 1);
+  step.set_result(0, x);
+}
+
 std::vector<float> to_floats(const Tensor &x) {
   std::vector<float> numbers(x.count());
   read_floats(x.data, dtype_of(x.type), 0, x.count(), numbers.data());
@@ -142,15 +170,20 @@ void to(Step &step) {
   set_each(step, step.tensor("self"), step.type("dtype"), [](float number, size_t) { return number; });
 }
 
-// Combines the numbers of `self` with a number, or with the numbers of a tensor that has its last axes.
+// Combines the numbers of `self` with a number, with the numbers of a tensor that has its last axes, or with a number for
+// each index of the first axis.
 template <class Combine> void set_combined(Step &step, const Combine &combine) {
   const Tensor &x = step.tensor("self");
   if (!step["other"].is_tensor())
     return set_each(step, x, x.type, [&, number = step.number("other", 0)](float left, size_t) { return combine(left, number); });
   const Tensor &other = step.tensor("other");
-  require_fit(other.count() > 0 && other.rank() <= x.rank() && std::equal(other.shape.rbegin(), other.shape.rend(), x.shape.rbegin()));
+  require_fit(other.count() > 0 && other.rank() <= x.rank() && x.count() > 0);
+  const bool has_last_axes = std::equal(other.shape.rbegin(), other.shape.rend(), x.shape.rbegin());
+  require_fit(has_last_axes || (other.rank() == x.rank() && other.shape[0] == x.shape[0] && other.count() == x.shape[0]));
   const std::vector<float> others = to_floats(other);
-  set_each(step, x, x.type == other.type ? x.type : Type::float32, [&](float left, size_t i) { return combine(left, others[i % others.size()]); });
+  const size_t repeats = has_last_axes ? 1 : x.count() / others.size();
+  set_each(step, x, x.type == other.type ? x.type : Type::float32,
+           [&](float left, size_t i) { return combine(left, others[i / repeats % others.size()]); });
 }
 
 void add(Step &step) {
@@ -162,6 +195,13 @@ void add(Step &step) {
     return step.set_result(0, out);
   }
   set_combined(step, [](float left, float right) { return left + right; });
+}
+void floor_divide(Step &step) {  // of positions
+  const Tensor &x = step.tensor("self"), out = like(x);
+  const int64_t divisor = step["other"].integer();
+  require_fit(x.type == Type::int64 && divisor > 0);
+  for (int64_t i = 0; i < x.count(); ++i) out.as<int64_t>()[i] = x.as<int64_t>()[i] / divisor - (x.as<int64_t>()[i] % divisor < 0);
+  step.set_result(0, out);
 }
 void mul(Step &step) {
   set_combined(step, [](float left, float right) { return left * right; });
@@ -236,6 +276,14 @@ void take_channels(Step &step) {
   step.set_result(0, out);
 }
 
+void rope(Step &step) {
+  const Tensor &x = step.tensor("x"), &cos = step.tensor("cos"), sin = checked_tensor(&step.tensor("sin"), x.type, cos.shape), out = like(x);
+  require_fit(x.rank() == 3 && x.count() > 0 && cos.type == x.type && cos.rank() == 2 && cos.shape[0] == x.shape[0] && cos.shape[1] * 2 <= x.last());
+  call_kernel("rope", x.data, cos.data, sin.data, out.data, dtype_of(x.type), x.shape[0], x.shape[1], x.last(), cos.shape[1], x.shape[1] * x.last(),
+              step.flag("interleaved"));
+  step.set_result(0, out);
+}
+
 void rope_angles(Step &step) {
   const Tensor positions = step.tensor("positions"), frequencies = step.tensor("frequencies");
   require_fit(is_integers(positions, 1) && frequencies.type == Type::float32 && frequencies.rank() == 1 && positions.count() * frequencies.count() > 0);
@@ -284,12 +332,12 @@ void rope_and_store(Step &step) {
 }
 
 void paged_attention(Step &step) {
-  const PagedVectors keys = step.cache_vectors("key_cache"), values = step.cache_vectors("value_cache");
+  const PagedVectors keys = step.cache_vectors("key_cache"), values = step.cache_vectors("value_cache", true);
   const Tensor &tables = step.field("block_tables", BLOCK_TABLES), &lengths = step.field("context_lengths", CONTEXT_LENGTHS);
   const Tensor &starts = step.field("query_starts", step["query_starts"].tensor() == OUTPUT_STARTS ? OUTPUT_STARTS : QUERY_STARTS);
   const Tensor query = step.tensor("query");
   require_fit(query.rank() == 3 && dtype_of(query.type) == keys.dtype && query.shape[2] == keys.channels && query.shape[1] > 0);
-  require_fit(keys.dtype == values.dtype && keys.num_heads == values.num_heads && query.shape[1] % keys.num_heads == 0);
+  require_fit(values.channels > 0 && keys.num_heads == values.num_heads && query.shape[1] % keys.num_heads == 0);
   const int64_t num_heads = query.shape[1], window = step.integer("window", 0), chunk = step.integer("chunk", 0);
   require_fit(query.shape[0] == starts.as<int64_t>()[lengths.shape[0]] && window >= 0 && chunk >= 0);
   const Tensor slopes = checked_tensor(step.optional("alibi_slopes"), Type::float32, {num_heads});
@@ -376,9 +424,10 @@ Operator find_operator(const std::string &target) {
   static const std::map<std::string, Operator> OPERATORS = {
       {"aten.embedding.default", embedding}, {"aten.index.Tensor", index}, {"aten.unflatten.int", unflatten}, {"aten.flatten.using_ints", flatten},
       {"aten.unbind.int", unbind}, {"aten.split_with_sizes.default", split_with_sizes}, {"aten.chunk.default", chunk},
-      {"aten.narrow.default", narrow_part}, {"aten.cat.default", cat}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"aten.to.dtype", to}, {"quintet.rms_norm.default", rms_norm},
+      {"aten.narrow.default", narrow_part}, {"aten.select.int", select}, {"aten.slice.Tensor", slice}, {"aten.unsqueeze.default", unsqueeze}, {"aten.floor_divide.default", floor_divide},
+      {"aten.zeros_like.default", zeros_like}, {"aten.cat.default", cat}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"aten.to.dtype", to}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
-      {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
+      {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope.default", rope}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv}, {"quintet.ssd.default", ssd}, {"quintet.gated_rms_norm.default", gated_rms_norm},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear},
       {"quintet.take_rows.default", take_rows}, {"quintet.matmul_per_head.default", matmul_per_head},

@@ -104,6 +104,17 @@ struct Group {
   int64_t count() const { return memories.size(); }
 };
 
+// Returns x [M, H, *] as [H, M, *].
+Tensor heads_first(const Tensor &x) {
+  if (x.shape[0] == 1 || x.shape[1] == 1) return {x.type, {x.shape[1], x.shape[0], x.last()}, x.data, x.owner};
+  const Tensor out = empty(x.type, {x.shape[1], x.shape[0], x.last()});
+  const int64_t bytes = x.last() * bytes_of(x.type);
+  for (int64_t row = 0; row < x.shape[0]; ++row)
+    for (int64_t head = 0; head < x.shape[1]; ++head)
+      std::memcpy(out.data + (head * x.shape[0] + row) * bytes, x.data + (row * x.shape[1] + head) * bytes, bytes);
+  return out;
+}
+
 // The experts of each token and their weights, [T, K], for logits [T, N].
 struct Choice {
   Tensor logits, weights, chosen;
@@ -170,16 +181,15 @@ void take_rows(Step &step) {
   step.set_result(0, out);
 }
 
-// The product of a router, which has one head.
 void matmul_per_head(Step &step) {
   const Tensor x = step.tensor("x");
-  require_fit(x.rank() == 3 && x.count() > 0 && x.shape[1] == 1);
+  require_fit(x.rank() == 3 && x.count() > 0);
   const Group weights(step, x, "weights");
-  require_fit(weights.count() == 1 && weights.first.format.codes == Codes::none);
-  const Tensor out = empty(x.type, {x.shape[0], 1, weights.first.num_outputs});
-  call_kernel("matmul_per_head", x.data, dtype_of(x.type), int64_t{1}, x.shape[0], x.last(), weights.memories.data(), weights.are_compressed.data(),
+  require_fit(weights.count() == x.shape[1] && weights.first.format.codes == Codes::none);
+  const Tensor by_head = heads_first(x), out = empty(x.type, {x.shape[1], x.shape[0], weights.first.num_outputs});
+  call_kernel("matmul_per_head", by_head.data, dtype_of(x.type), x.shape[1], x.shape[0], x.last(), weights.memories.data(), weights.are_compressed.data(),
               out.data, out.last());
-  step.set_result(0, out);
+  step.set_result(0, heads_first(out));
 }
 
 void grouped_matmul(Step &step) {
@@ -207,12 +217,12 @@ void route(Step &step) {
 void route_corrected(Step &step) {
   const auto [logits, weights, chosen, num_tokens, num_chosen, num_experts] = Choice(step);
   const Tensor correction = checked_tensor(&step.tensor("correction"), Type::float32, {num_experts});
-  const int64_t num_groups = step.integer("num_groups", 1), num_kept = step.integer("num_kept", 1);
+  const int64_t num_groups = step.integer("num_groups", 1), num_kept = step.integer("num_kept", 1), num_scored = step.integer("num_scored", 2);
   require_fit(logits.type == Type::float32 && num_groups > 0 && num_experts % num_groups == 0 && num_kept > 0 && num_kept <= num_groups);
   const int64_t size = num_experts / num_groups;
-  require_fit((num_kept == num_groups || size > 1) && num_chosen <= num_kept * size);
+  require_fit((num_scored == 1 || num_scored == 2) && (num_kept == num_groups || size >= num_scored) && num_chosen <= num_kept * size);
   call_kernel("route_corrected", logits.data, correction.data, weights.data, chosen.data, num_tokens, num_chosen, num_experts,
-              step["renormalise"].flag(), step.flag("is_softmax"), num_groups, num_kept);
+              step["renormalise"].flag(), step.flag("is_softmax"), num_groups, num_kept, num_scored);
 }
 
 void group_rows(Step &step) {
