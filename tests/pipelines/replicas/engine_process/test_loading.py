@@ -27,7 +27,7 @@ from pipelines.loading import fingerprint
 from pipelines.python.pooled_pipeline import EmbeddingPipeline
 from pipelines.replicas.engine_process.frames import Beat, Deltas, Done, Refused, Submit, SubmitPooled
 from pipelines.replicas.engine_process.loading import Served, load_served
-from pipelines.server.api.pooling import encode_input
+from pipelines.server.api.pooled_prompts import PooledBody, TextEncoder
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each
@@ -115,7 +115,7 @@ def test_defaults_of_a_request_are_reported(chatty: Path) -> None:
     run = replace(run_config(chatty), decode=DecodeConfig(temperature=0.5, stop=["x"], logit_bias={7: 1.5}))
     ready = loaded(replace(run, model=replace(run.model, tokenizer=""))).ready
     assert (ready.decode["temperature"], ready.decode["stop"], ready.decode["logit_bias"]) == (0.5, ["x"], {"7": 1.5})
-    assert (ready.context_length, ready.vocab_size, ready.embeds) == (128, 330, False)
+    assert (ready.context_length, ready.vocab_size, ready.pooled) == (128, 330, None)
     assert ready.num_cache_tokens >= 3 * 128
 
 
@@ -131,14 +131,15 @@ def test_vectors_match_task_embed(tmp_path: Path, write: Callable[[Path], Any]) 
     run = run_config(tmp_path)
     run = replace(run, model=replace(run.model, tokenizer=""))
     served, tokenizer = loaded(run), load_tokenizer(tmp_path)
-    assert served.ready.embeds
-    prompts = [encode_input(served.ready, tokenizer, text) for text in TEXTS]
+    assert served.ready.pooled == "vector"
+    encoder = TextEncoder(served.ready, tokenizer, PooledBody(), "input")
+    prompts = [encoder.text(text, served.ready.instruction) for text in TEXTS]
     script = serve(served, [Submit(9, prompts[0], {}), *(SubmitPooled(*pair) for pair in enumerate(prompts))])
     vectors = [done.vector for done in sorted(script.of(Done), key=lambda done: done.id)]
     expected = EmbeddingPipeline(replace(run, task=Task.embed))(TEXTS)
     np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
     assert [refused.message for refused in script.of(Refused)] == [
-        "this model gives vectors of texts and continues none"
+        "this model gives vectors or scores of texts and continues none"
     ]
     assert script.of(Deltas) == []
     refused = serve(served, [SubmitPooled(1, list(range(2, 302)))]).of(Refused)
