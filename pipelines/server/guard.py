@@ -165,11 +165,12 @@ class Guard:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
         self._hosts.check(scope, headers.get(b"host"))
         path = scope["path"]
-        if path in ADMIN and not (self._admins and self._service.config.adapter_folders):
+        changes_adapters = bool(self._admins and self._service.config.adapter_folders)
+        if path not in NO_KEY and (self._keys or (path in ADMIN and changes_adapters)):
+            record.key = self._name_of(_key(path, headers))
+        if path in ADMIN and not changes_adapters:
             remedy = "start the server with serve.adapter_folders=[FOLDER] and serve.admin_keys=FILE"
             raise ApiError(403, f"this server loads no adapters while it runs: {remedy}", "permission_error")
-        if (self._keys or path in ADMIN) and path not in NO_KEY:
-            record.key = self._name_of(_key(path, headers))
         if path in ADMIN and record.key not in self._admins:
             message = "this API key is not the key of an admin: give one of serve.admin_keys"
             raise ApiError(403, message, "permission_error")

@@ -160,7 +160,7 @@ def test_where_all_left_a_beat_says_so(served: Served, engine: Engine) -> None:
         (Submit(1, [1], {}, adapter="fr"), "adapter"),
         (Submit(1, [1], {"num_beams": 2}, streams=True), "decode.num_beams=2 cannot be streamed"),
         (Submit(1, [1], {"guide": {"regex": "("}}), r"decode\.guide\.regex cannot be used"),
-        (SubmitPooled(1, [1]), "continues texts and gives no vectors"),
+        (SubmitPooled(1, [1]), "continues texts, and gives neither vectors nor scores"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused(served: Served, engine: Engine, submit: Submit, message: str) -> None:
