@@ -6,7 +6,7 @@ from typing import Any
 from kernels.build import FLAGS
 
 QUICK = "not long and not matrix"  # the -m option of `make test`
-CASES = 2580  # cases that pytest collects; a loop inside a test (tests/helpers/cases.py) counts as one
+CASES = 2590  # cases that pytest collects; a loop inside a test (tests/helpers/cases.py) counts as one
 PROCESSES = 290  # processes that its workers start or fork
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")  # audit events
 
