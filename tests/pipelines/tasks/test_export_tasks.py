@@ -12,15 +12,20 @@ import pytest
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
+from conf.errors import UserError
 from conf.pooling import EmbedConfig
 from conf.schema import RunConfig, Task
 from conf.tasks import BenchConfig, EvaluateConfig, PredictConfig
 from kernels import build
+from models.tokenizers import load_tokenizer
+from models.tokenizers.pairs import has_answers
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.bench import run_bench
+from pipelines.tasks.chat import Conversation, LocalModel
 from pipelines.tasks.embed import run_embed
 from pipelines.tasks.evaluate import run_evaluate
 from pipelines.tasks.predict import run_predict
+from pipelines.tasks.score import run_score
 from tests.helpers.builders import generate, run_config
 from tests.helpers.exports import Exports
 from tests.helpers.hybrid_families import HYBRID
@@ -39,6 +44,7 @@ def folders(
     """Return a model and its export: without recurrent layers, and with recurrent layers of each kind."""
     if request.param != "llama":
         row, tokenizer, chatty = HYBRID[request.param], byte_level(), tmp_path_factory.mktemp(request.param)
+        tokenizer.add_tokens(["yes", "no"])
         row.write(chatty, **row.variants[0], vocab_size=tokenizer.get_vocab_size(), eos_token_id=1)
         save(tokenizer, chatty)
     return {"model": chatty, "exported": exports.of(run_config(chatty))}
@@ -84,6 +90,35 @@ def test_embed(folders: dict[str, Path], tmp_path: Path) -> None:
     assert actual.shape[0] == len(TEXTS)
     assert np.abs(actual).max() > 0
     assert (actual == expected).all()
+
+
+def test_score(folders: dict[str, Path], tmp_path: Path) -> None:
+    """By the tokens yes and no, which the tokenizer of the model without recurrent layers lacks."""
+    data = texts_file(tmp_path)
+    for name, folder in folders.items():
+        if has_answers(load_tokenizer(folder)):
+            run_score(of(folder, Task.score, data), tmp_path / name, dump)
+        else:
+            with pytest.raises(UserError, match="the tokens yes and no, which this tokenizer does not have"):
+                run_score(of(folder, Task.score, data), tmp_path / name, dump)
+            return
+    actual, expected = ((tmp_path / name / "scores.jsonl").read_text() for name in ("exported", "model"))
+    assert actual == expected
+    scores = [json.loads(line)["scores"][0] for line in actual.splitlines()]
+    assert len({*scores}) == len(TEXTS)
+
+
+def test_chat(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Three turns, each with the whole conversation before it."""
+    answers = []
+    for folder in folders.values():
+        decode = DecodeConfig(max_new_tokens=8, ignore_eos=True)
+        conversation = Conversation(LocalModel(of(folder, Task.chat, decode=decode)), system="Be brief.")
+        for text in TEXTS:
+            conversation.say(text)
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > len(TEXTS)
 
 
 def test_bench(folders: dict[str, Path], tmp_path: Path) -> None:
