@@ -6,6 +6,21 @@ one or more sequences). Invariant: empty + cached + used == all. Empty and cache
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
+from typing import Protocol
+
+
+class BlockTiers(Protocol):
+    """Slower memory for the contents of evicted blocks, which it finds by their hashes."""
+
+    def save(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Copy the contents of these blocks, which the cache is about to overwrite."""
+
+    def load(self, hashes: list[bytes], blocks: list[int]) -> int:
+        """Copy the contents of the longest prefix of `hashes` that is here into the first blocks; return its length."""
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless each place for a block is free or holds one block."""
 
 
 class BlockManager:
@@ -21,6 +36,8 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
+        self.tiers: BlockTiers | None = None
+        """Where evicted blocks go; None: nowhere."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -38,7 +55,8 @@ class BlockManager:
     def allocate(self, num_blocks: int) -> list[int]:
         """Return `num_blocks` blocks whose only owner is the caller. The caller must check `num_free_blocks` first."""
         assert num_blocks <= self.num_free_blocks
-        blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
+        num_evicted = max(0, num_blocks - len(self._empty))
+        blocks = [self._empty.pop() for _ in range(num_blocks - num_evicted)] + self._evict(num_evicted)
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -84,11 +102,22 @@ class BlockManager:
                 else:
                     self._empty.append(block)
 
-    def _evict(self) -> int:
-        block = next(iter(self._cached))
-        del self._cached[block]
-        del self._block_of[self._hash_of.pop(block)]
-        return block
+    def load(self, hashes: list[bytes], blocks: list[int]) -> int:
+        """Fill the first of the caller's new blocks with the longest prefix of `hashes` in the tiers; return its length."""
+        num_loaded = self.tiers.load(hashes, blocks) if self.tiers and hashes else 0
+        for block, value in zip(blocks[:num_loaded], hashes, strict=False):
+            self.remember(block, value)
+        return num_loaded
+
+    def _evict(self, num_blocks: int) -> list[int]:
+        blocks = [*islice(self._cached, num_blocks)]
+        hashes = [self._hash_of.pop(block) for block in blocks]
+        for block, value in zip(blocks, hashes, strict=True):
+            del self._cached[block]
+            del self._block_of[value]
+        if self.tiers and blocks:
+            self.tiers.save(blocks, hashes)
+        return blocks
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise RuntimeError unless reference counts match the tables and each block has exactly one state."""
@@ -101,3 +130,5 @@ class BlockManager:
             raise RuntimeError(f"blocks do not add up: {counts}")
         if {block: value for value, block in self._block_of.items()} != self._hash_of:
             raise RuntimeError("hashes and blocks do not match")
+        if self.tiers:
+            self.tiers.check_integrity()
