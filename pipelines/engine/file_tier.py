@@ -53,12 +53,15 @@ class FileTier:
             _check_space(path, fd, max_bytes)
             header = HEADER.pack(MAGIC, identity, self.num_contents, num_bytes)
             self._records = _Records(path, fd, header, self.num_contents, num_bytes)
-        except BaseException as error:
+        except OSError as error:
             os.close(fd)
-            raise _not_writable(path, error) if isinstance(error, OSError) else error
-        writer = threading.Thread(target=self._records.write_pending, name="kv-cache-file-tier", daemon=True)
-        writer.start()
-        self.close = weakref.finalize(self, _close, self._records, writer)
+            raise _not_writable(path, error) from error
+        except UserError:
+            os.close(fd)
+            raise
+        self._writer = threading.Thread(target=self._records.write_pending, name="kv-cache-file-tier", daemon=True)
+        self._writer.start()
+        self.close = weakref.finalize(self, _close, self._records, self._writer)
         """Writes the waiting contents and closes the file. Runs when this object is garbage-collected and at exit."""
 
     def wants(self, value: bytes) -> bool:
@@ -189,15 +192,14 @@ class _Records:
     def _read_table(self, header: bytes) -> tuple[dict[bytes, int], list[int], int]:
         """Return the place of each hash, oldest first, the free places, and the number of writes so far."""
         size = self._first_content + self._num_places * self._num_bytes
-        if os.pread(self.fd, len(header), 0) != header:
-            if os.fstat(self.fd).st_size:
+        old_size = os.fstat(self.fd).st_size
+        if old_size != size or os.pread(self.fd, len(header), 0) != header:
+            if old_size:
                 cause = "is damaged, or of another model, setting, version or size"
                 log.warning("device.kv_cache_tiers: %s %s: its blocks are ignored and replaced", self._path, cause)
             os.ftruncate(self.fd, 0)
             os.ftruncate(self.fd, size)
             _write_all(self.fd, memoryview(header), 0)
-        else:
-            os.ftruncate(self.fd, size)  # it may have been cut
         table = os.pread(self.fd, ENTRY.size * self._num_places, PAGE)
         entries = sorted((number, value, place) for place, (value, _, number) in enumerate(ENTRY.iter_unpack(table)))
         places = {value: place for number, value, place in entries if number}
