@@ -19,6 +19,9 @@ class BlockTiers(Protocol):
     def load(self, hashes: list[bytes], blocks: list[int]) -> int:
         """Copy the contents of the longest prefix of `hashes` that is here into the first blocks; return its length."""
 
+    def close(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Save the contents of these blocks, last used first, where a later process finds them. No call follows."""
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless each place for a block is free or holds one block."""
 
@@ -108,6 +111,14 @@ class BlockManager:
         for block, value in zip(blocks[:num_loaded], hashes, strict=False):
             self.remember(block, value)
         return num_loaded
+
+    def close_tiers(self) -> None:
+        """Save the contents of all blocks of the prefix cache for a later process."""
+        if self.tiers:
+            used = [block for block in self._hash_of if block not in self._cached]
+            blocks = [*used, *reversed(self._cached)]
+            self.tiers.close(blocks, [self._hash_of[block] for block in blocks])
+            self.tiers = None
 
     def _evict(self, num_blocks: int) -> list[int]:
         blocks = [*islice(self._cached, num_blocks)]

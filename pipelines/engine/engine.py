@@ -1,5 +1,6 @@
 """The engine: requests in, outputs out. `StepLoop` runs the steps."""
 
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -156,7 +157,9 @@ class Engine(StepLoop):
 
     def use_tiers(self, tiers: BlockTiers) -> None:
         """Keep evicted blocks in these tiers from now on. All layers must have the same blocks, and no layer a state."""
-        self.scheduler.block_manager.tiers = tiers
+        blocks = self.scheduler.block_manager
+        blocks.tiers = tiers
+        self.close_tiers = weakref.finalize(self, blocks.close_tiers)  # at the latest at exit
 
     @property
     def num_free_slots(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from pipelines.engine.kv_tiers import check_places
+from pipelines.engine.memory_tier import check_places
 
 FILE = "kv_cache.tier"
 MAGIC = b"quintet kv cache tier 1\n"
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class FileTier:
-    """A bounded file of contents. Contents that wait to be written are found too."""
+    """A bounded file of contents, with the methods of `MemoryTier`. Contents that wait to be written are found too."""
 
     def __init__(self, folder: Path, max_bytes: int, identity: bytes, num_bytes: int) -> None:
         """Open or create the file in `folder`, at most `max_bytes` long.
@@ -70,6 +70,14 @@ class FileTier:
     def put(self, value: bytes, content: Tensor) -> None:
         self._records.put(value, content.clone())  # the row is a view of many contents
 
+    def begin_last(self, num_contents: int) -> None:
+        """Begin to write at most this number of contents by `put_last`, before the process ends."""
+        self._records.begin_last(num_contents)
+
+    def put_last(self, value: bytes, content: Tensor) -> None:
+        """Write a wanted content, after waiting for room in the queue. The caller begins with the last used content."""
+        self._records.put(value, content, waits=True)
+
     def get(self, value: bytes) -> Tensor | None:
         return self._records.get(value)
 
@@ -89,20 +97,29 @@ class _Records:
         self._written: tuple[bytes, Tensor] | None = None  # what the writer writes now
         self._is_ending = self._is_failed = self._has_warned = False
         self._places, self._free, self._num_writes = self._read_table(header)
+        self._step = 1  # from one write's number to the next
 
     def wants(self, value: bytes) -> bool:
         with self._changed:
             place = self._places.pop(value, None)
             if place is not None:
                 self._places[value] = place
-            return place is None and self._waiting(value) is None and not self._is_failed
+            return place is None and self._waiting(value) is None and not (self._is_failed or self._is_ending)
 
-    def put(self, value: bytes, content: Tensor) -> None:
+    def begin_last(self, num_contents: int) -> None:
+        with self._changed:  # the first content gets the largest number, as the last used one
+            self._num_writes, self._step = self._num_writes + num_contents + len(self._pending) + 2, -1
+
+    def put(self, value: bytes, content: Tensor, waits: bool = False) -> None:
         with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: len(self._pending) < self._max_pending or self._is_failed)
+            if self._is_failed:
+                return
             while len(self._pending) >= self._max_pending:
                 del self._pending[next(iter(self._pending))]
             self._pending[value] = content
-            self._changed.notify()
+            self._changed.notify_all()
 
     def get(self, value: bytes) -> Tensor | None:
         with self._changed:
@@ -123,9 +140,9 @@ class _Records:
     def write_pending(self) -> None:
         """Write contents until `end` is called and none waits, or a write fails."""
         while (item := self._next()) is not None:
-            value, content, place = item
+            value, content, place, number = item
             try:
-                self._write(value, content, place)
+                self._write(value, content, place, number)
             except OSError as error:
                 self._fail(place, error)
                 return
@@ -135,7 +152,7 @@ class _Records:
     def end(self) -> None:
         with self._changed:
             self._is_ending = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def check_integrity(self) -> None:
         with self._changed:
@@ -150,30 +167,32 @@ class _Records:
             return self._written[1]
         return self._pending.get(value)
 
-    def _next(self) -> tuple[bytes, Tensor, int] | None:
-        """Wait for a content, and return it with a place for it, whose earlier content is no longer found."""
+    def _next(self) -> tuple[bytes, Tensor, int, int] | None:
+        """Wait for a content, and return it with a place, whose earlier content is no longer found, and a number."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._is_ending)
             if not self._pending:
                 return None
             value = next(iter(self._pending))
             self._written = value, self._pending.pop(value)
+            self._changed.notify_all()
             place = self._free.pop() if self._free else self._places.pop(next(iter(self._places)))
-            return *self._written, place
+            self._num_writes += self._step
+            return *self._written, place, self._num_writes
 
-    def _write(self, value: bytes, content: Tensor, place: int) -> None:
+    def _write(self, value: bytes, content: Tensor, place: int, number: int) -> None:
         entry = PAGE + ENTRY.size * place
         data = content.numpy().data
         _write_all(self.fd, memoryview(CLEARED), entry)
         _write_all(self.fd, data, self._offset(place))
-        self._num_writes += 1
-        _write_all(self.fd, memoryview(ENTRY.pack(value, _checksum(value, data), self._num_writes)), entry)
+        _write_all(self.fd, memoryview(ENTRY.pack(value, _checksum(value, data), number)), entry)
 
     def _fail(self, place: int, error: OSError) -> None:
         with self._changed:
             self._is_failed, self._written = True, None
             self._pending.clear()
             self._free.append(place)
+            self._changed.notify_all()
         log.warning("device.kv_cache_tiers: %s cannot be written (%s): it is only read now", self._path, error.strerror)
 
     def _forget(self, value: bytes, place: int) -> None:

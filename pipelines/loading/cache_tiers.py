@@ -13,7 +13,8 @@ from models.batch import KVCache
 from pipelines.engine import Engine
 from pipelines.engine.file_tier import FileTier
 from pipelines.engine.kv_cache import free_memory
-from pipelines.engine.kv_tiers import KVTiers, MemoryTier, Tier, block_bytes
+from pipelines.engine.kv_tiers import KVTiers, block_bytes
+from pipelines.engine.memory_tier import MemoryTier
 from pipelines.jobs.run_log import note
 from pipelines.loading.kept_prefixes import UNSHARED, identity
 from pipelines.loading.model_plan import ModelPlan
@@ -35,19 +36,18 @@ def check_tiers(device: DeviceConfig, plan: ModelPlan, draft: ModelPlan | None) 
 
 def place_tiers(engine: Engine, plan: ModelPlan, device: DeviceConfig) -> None:
     """Give the engine the tiers of `device`. Raises UserError for sizes that do not fit, and as `FileTier` does."""
-    limits, cache, tiers = read_tiers(device.kv_cache_tiers), engine.executor.cache, list[Tier]()
+    if not device.kv_cache_tiers:
+        return
+    limits, cache, memory, file = read_tiers(device.kv_cache_tiers), engine.executor.cache, None, None
     size, lines = block_bytes(cache), []
     if limits.memory_bytes:
-        tier = MemoryTier(_num_in_memory(limits.memory_bytes, size, cache), size)
-        tiers.append(tier)
+        memory = MemoryTier(_num_in_memory(limits.memory_bytes, size, cache), size)
         lines.append(f"{limits.memory_bytes // size:,} blocks in memory")
     if limits.folder:
         file = FileTier(Path(limits.folder), limits.file_bytes, _identity(plan, cache), size)
-        tiers.append(file)
         lines.append(f"{file.num_contents:,} blocks in {limits.folder}")
-    if tiers:
-        note(f"KV cache tiers: {' and '.join(lines)}, of {size:,} bytes each")
-        engine.use_tiers(KVTiers(cache, tiers))
+    note(f"KV cache tiers: {' and '.join(lines)}, of {size:,} bytes each")
+    engine.use_tiers(KVTiers(cache, memory, file))
 
 
 def _num_in_memory(num_bytes: int, block_size: int, cache: KVCache) -> int:

@@ -12,11 +12,14 @@ from torch import Tensor
 from conf.errors import UserError
 from pipelines.engine import file_tier
 from pipelines.engine.file_tier import ENTRY, FILE, PAGE, FileTier
-from pipelines.engine.kv_tiers import MemoryTier, Tier
+from pipelines.engine.memory_tier import MemoryTier
 from tests.helpers.cases import each
 
 SIZE, IDENTITY = 5000, bytes(range(32))  # SIZE is no multiple of a page
 FOUR = 2 * PAGE + 4 * (ENTRY.size + SIZE)
+
+
+Tier = MemoryTier | FileTier
 
 
 def key(number: int) -> bytes:
@@ -81,6 +84,21 @@ def _evicts_the_least_recently_used(tmp_path: Path) -> None:
     for tier in (memory, file_in(tmp_path)):
         assert held(tier, range(10)) == [1, 4, 5, 6]
         tier.check_integrity()
+
+
+def _the_last_used_content_is_written_first(tmp_path: Path) -> None:
+    """A process that is killed while it ends keeps the beginnings of prompts. After a restart they are evicted last."""
+    written(tmp_path, 8)
+    tier = file_in(tmp_path)
+    tier.begin_last(3)
+    for number in (1, 2, 3):
+        tier.put_last(key(number), content(number))
+    tier.close()
+    for number, expected in ((4, [1, 2, 3, 4]), (5, [1, 2, 4, 5]), (6, [1, 4, 5, 6])):
+        written(tmp_path, number)
+        tier = file_in(tmp_path)
+        assert held(tier, range(10)) == expected
+        tier.close()
 
 
 def _contents_are_kept_over_random_uses(tmp_path: Path) -> None:
@@ -196,6 +214,7 @@ def _refusals_name_the_limit(tmp_path: Path) -> None:
 
 CHECKS = (
     _evicts_the_least_recently_used,
+    _the_last_used_content_is_written_first,
     _contents_are_kept_over_random_uses,
     _torn_and_damaged_contents_are_ignored,
     _files_of_another_identity_or_size_are_emptied,

@@ -1,6 +1,5 @@
 """Engines with tiers below the KV cache give the bits of engines without them, also after a restart."""
 
-import gc
 import json
 import random
 import signal
@@ -20,6 +19,7 @@ from conf.quantization import KVCacheFormat, QuantConfig
 from conf.saved import as_saved
 from conf.schema import DType, RunConfig
 from pipelines.engine import Engine, Output
+from pipelines.engine.kv_tiers import KVTiers
 from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
@@ -56,10 +56,7 @@ def with_tiers(
         replace(run, device=replace(run.device, kv_cache_memory=memory, kv_cache_tiers=tiers, **device)), 3
     )
     yield engine
-    for tier in engine.scheduler.block_manager.tiers.tiers:  # type: ignore[union-attr]
-        getattr(tier, "close", lambda: None)()
-    del engine
-    gc.collect()
+    engine.close_tiers()
 
 
 def in_order(engine: Engine, prompts: list[list[int]], decodes: list[DecodeConfig]) -> list[Output]:
@@ -131,8 +128,10 @@ def test_loaded_values_are_read(folder: Path, tmp_path: Path) -> None:
     """Other numbers in memory give other log probabilities, so the prompt is not computed again."""
     with with_tiers(run_config(folder), tiers_of("memory", tmp_path)) as engine:
         first = [complete(engine, prompt) for prompt in PREFIXES][0]
-        (memory,) = engine.scheduler.block_manager.tiers.tiers  # type: ignore[union-attr]
-        memory._contents.bitwise_xor_(128)
+        tiers = engine.scheduler.block_manager.tiers
+        assert isinstance(tiers, KVTiers)
+        assert tiers.memory is not None
+        tiers.memory._contents.bitwise_xor_(128)
         assert complete(engine, PREFIXES[0]).completions[0].logprobs != first.completions[0].logprobs
 
 
