@@ -2,8 +2,8 @@
 device=cpu`.
 
 A prompt has a prefix of 2,000 tokens and 16 further tokens. Its prefix is computed again, comes from the memory tier,
-or comes from the file tier after a restart, which is a new process in each round. Before each round in memory another
-prompt fills the cache, so that it evicts the prefix. Prints the medians, their shares of the time to compute the prefix, and
+or comes from the file tier after a restart, which is a new process in each round. Before each round in memory other
+prompts fill the cache, so that it evicts the prefix. Prints the medians, their shares of the time to compute the prefix, and
 whether all log probabilities are equal.
 """
 
@@ -60,8 +60,9 @@ def first_token(engine: Engine, prompt: list[int], prefix_cache: bool = True) ->
 
 
 def evict(run: RunConfig, engine: Engine, num_tokens: int) -> None:
-    """Fill the cache with another prompt."""
-    first_token(engine, random_tokens(run, seed=-1, count=num_tokens + NUM_FURTHER))
+    """Fill the cache with two other prompts. The first one may leave blocks of the prefix."""
+    for seed in (-1, -2):
+        first_token(engine, random_tokens(run, seed, num_tokens + NUM_FURTHER))
 
 
 def measured(way: str, overrides: list[str], num_tokens: int, folder: Path, rounds: range) -> list[dict[str, object]]:
@@ -71,7 +72,7 @@ def measured(way: str, overrides: list[str], num_tokens: int, folder: Path, roun
     if way == "memory":
         first_token(engine, [*prefix, *random_tokens(run, 1, NUM_FURTHER)])
     elif way == "file":  # written by an earlier process; this prompt warms the process up
-        first_token(engine, random_tokens(run, -2, NUM_FURTHER))
+        first_token(engine, random_tokens(run, -3, NUM_FURTHER))
     for number in rounds:
         if way != "file":
             evict(run, engine, num_tokens)
@@ -84,10 +85,9 @@ def measured(way: str, overrides: list[str], num_tokens: int, folder: Path, roun
 
 
 def write_file(overrides: list[str], num_tokens: int, folder: Path) -> None:
-    """Let an engine compute the prefix, evict it and end, which completes the file."""
+    """Let an engine compute the prefix and end, which completes the file."""
     run, engine = engine_with("file", overrides, num_tokens, folder)
     first_token(engine, [*random_tokens(run, 0, num_tokens), *random_tokens(run, 1, NUM_FURTHER)])
-    evict(run, engine, num_tokens)
 
 
 def in_process(

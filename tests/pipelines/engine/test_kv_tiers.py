@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,12 @@ FOUR = 2 * PAGE + 4 * (ENTRY.size + SIZE)
 
 
 Tier = MemoryTier | FileTier
+
+
+class Given(NamedTuple):
+    folder: Path
+    caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch
 
 
 def key(number: int) -> bytes:
@@ -69,10 +77,10 @@ def check_reopened(folder: Path, expected: list[int], warnings: int, caplog: pyt
         tier.close()
 
 
-def _evicts_the_least_recently_used(tmp_path: Path) -> None:
+def _evicts_the_least_recently_used(given: Given) -> None:
     """The order of the writes survives in a file."""
-    path = written(tmp_path, 1, 2, 3, 4)
-    memory, file = MemoryTier(4, SIZE), file_in(tmp_path)
+    path = written(given.folder, 1, 2, 3, 4)
+    memory, file = MemoryTier(4, SIZE), file_in(given.folder)
     put(memory, 1, 2, 3, 4)
     tiers: tuple[Tier, ...] = memory, file
     for tier in tiers:
@@ -81,30 +89,30 @@ def _evicts_the_least_recently_used(tmp_path: Path) -> None:
         put(tier, 5, 6)
     file.close()
     assert path.stat().st_size <= FOUR
-    for tier in (memory, file_in(tmp_path)):
+    for tier in (memory, file_in(given.folder)):
         assert held(tier, range(10)) == [1, 4, 5, 6]
         tier.check_integrity()
 
 
-def _the_last_used_content_is_written_first(tmp_path: Path) -> None:
+def _the_last_used_content_is_written_first(given: Given) -> None:
     """A process that is killed while it ends keeps the beginnings of prompts. After a restart they are evicted last."""
-    written(tmp_path, 8)
-    tier = file_in(tmp_path)
+    written(given.folder, 8)
+    tier = file_in(given.folder)
     tier.begin_last(3)
     for number in (1, 2, 3):
         tier.put_last(key(number), content(number))
     tier.close()
     for number, expected in ((4, [1, 2, 3, 4]), (5, [1, 2, 4, 5]), (6, [1, 4, 5, 6])):
-        written(tmp_path, number)
-        tier = file_in(tmp_path)
+        written(given.folder, number)
+        tier = file_in(given.folder)
         assert held(tier, range(10)) == expected
         tier.close()
 
 
-def _contents_are_kept_over_random_uses(tmp_path: Path) -> None:
+def _contents_are_kept_over_random_uses(given: Given) -> None:
     """The memory tier is compared with a list in the order of use. The writer chooses the order in the file."""
     generator, order = random.Random(0), list[int]()
-    memory, file = MemoryTier(4, SIZE), file_in(tmp_path)
+    memory, file = MemoryTier(4, SIZE), file_in(given.folder)
     for _ in range(200):
         number = generator.randrange(9)
         put(memory, number)
@@ -117,9 +125,9 @@ def _contents_are_kept_over_random_uses(tmp_path: Path) -> None:
     file.close()
 
 
-def _torn_and_damaged_contents_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _torn_and_damaged_contents_are_ignored(given: Given) -> None:
     def damage(name: str, offset: int, data: bytes) -> Path:
-        path = written(tmp_path / name, 1, 2, 3)
+        path = written(given.folder / name, 1, 2, 3)
         with open(path, "r+b") as stream:
             stream.seek(offset)
             stream.write(data)
@@ -127,28 +135,30 @@ def _torn_and_damaged_contents_are_ignored(tmp_path: Path, caplog: pytest.LogCap
 
     first_content = 2 * PAGE
     # Places are given in order, so the content of 2 is in place 1.
-    check_reopened(damage("content", first_content + SIZE + 17, b"torn").parent, [1, 3], 1, caplog)
-    check_reopened(damage("killed while it writes", PAGE + ENTRY.size, bytes(ENTRY.size)).parent, [1, 3], 0, caplog)
-    check_reopened(damage("checksum", PAGE + ENTRY.size + 32, b"x").parent, [1, 3], 1, caplog)
-    check_reopened(damage("hash", PAGE + ENTRY.size, key(7)).parent, [1, 3], 1, caplog)
+    check_reopened(damage("content", first_content + SIZE + 17, b"torn").parent, [1, 3], 1, given.caplog)
+    check_reopened(
+        damage("killed while it writes", PAGE + ENTRY.size, bytes(ENTRY.size)).parent, [1, 3], 0, given.caplog
+    )
+    check_reopened(damage("checksum", PAGE + ENTRY.size + 32, b"x").parent, [1, 3], 1, given.caplog)
+    check_reopened(damage("hash", PAGE + ENTRY.size, key(7)).parent, [1, 3], 1, given.caplog)
     for name, offset, data in (("magic", 0, b"x"), ("identity", 24, b"x"), ("size", 64, b"x")):
-        check_reopened(damage(name, offset, data).parent, [], 1, caplog)
+        check_reopened(damage(name, offset, data).parent, [], 1, given.caplog)
     for end in (10, PAGE + 10, first_content + SIZE + 10):
-        path = written(tmp_path / f"cut at {end}", 1, 2, 3)
+        path = written(given.folder / f"cut at {end}", 1, 2, 3)
         os.truncate(path, end)
-        check_reopened(path.parent, [], 1, caplog)
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / FILE).write_text("not a tier")
-    check_reopened(tmp_path / "text", [], 1, caplog)
+        check_reopened(path.parent, [], 1, given.caplog)
+    (given.folder / "text").mkdir()
+    (given.folder / "text" / FILE).write_text("not a tier")
+    check_reopened(given.folder / "text", [], 1, given.caplog)
 
 
-def _files_of_another_identity_or_size_are_emptied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _files_of_another_identity_or_size_are_emptied(given: Given) -> None:
     for number, changes in enumerate(({"identity": bytes(32)}, {"max_bytes": FOUR + SIZE + ENTRY.size})):
-        path = written(tmp_path / str(number), 1, 2)
-        caplog.clear()
+        path = written(given.folder / str(number), 1, 2)
+        given.caplog.clear()
         tier = file_in(path.parent, **changes)  # type: ignore[arg-type]
         assert held(tier, range(10)) == []
-        (record,) = caplog.records
+        (record,) = given.caplog.records
         message = (
             f"{path} is damaged, or of another model, setting, version or size: its blocks are ignored and replaced"
         )
@@ -157,12 +167,10 @@ def _files_of_another_identity_or_size_are_emptied(tmp_path: Path, caplog: pytes
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def _a_full_disk_ends_the_writing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.clear()
-    written(tmp_path, 1)
-    tier, pwrite = file_in(tmp_path), os.pwrite
+def _a_full_disk_ends_the_writing(given: Given) -> None:
+    given.caplog.clear()
+    written(given.folder, 1)
+    tier, pwrite = file_in(given.folder), os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:
         """Write the first 100 bytes of a content, then nothing."""
@@ -170,45 +178,45 @@ def _a_full_disk_ends_the_writing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data[:100], offset)
 
-    with monkeypatch.context() as patch:
+    with given.monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         put(tier, 2, 3)
         tier._writer.join()
-    assert [record.getMessage().partition(" cannot be written ")[2] for record in caplog.records] == [
+    assert [record.getMessage().partition(" cannot be written ")[2] for record in given.caplog.records] == [
         "(No space left on device): it is only read now"
     ]
     put(tier, 4)
     assert held(tier, range(10)) == [1]
     tier.check_integrity()
     tier.close()
-    check_reopened(tmp_path, [1], 0, caplog)
+    check_reopened(given.folder, [1], 0, given.caplog)
 
 
-def _a_full_queue_drops_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tier, "QUEUE_BYTES", 2 * SIZE)
-    monkeypatch.setattr(file_tier._Records, "write_pending", lambda records: None)
-    tier = file_in(tmp_path)
+def _a_full_queue_drops_the_oldest(given: Given) -> None:
+    given.monkeypatch.setattr(file_tier, "QUEUE_BYTES", 2 * SIZE)
+    given.monkeypatch.setattr(file_tier._Records, "write_pending", lambda records: None)
+    tier = file_in(given.folder)
     put(tier, 1, 2, 3)
     assert held(tier, range(10)) == [2, 3]
 
 
-def _refusals_name_the_limit(tmp_path: Path) -> None:
+def _refusals_name_the_limit(given: Given) -> None:
     with pytest.raises(
         UserError, match=f"tiers: 100 bytes hold no block: give at least {FOUR - 3 * (ENTRY.size + SIZE)}"
     ):
-        file_in(tmp_path, 100)
+        file_in(given.folder, 100)
     with pytest.raises(UserError, match=r"tiers: \d+ bytes are more than the \d+ that .* may take: give fewer bytes"):
-        file_in(tmp_path, 10**18)
-    (tmp_path / "file").touch()
+        file_in(given.folder, 10**18)
+    (given.folder / "file").touch()
     with pytest.raises(UserError, match="cannot be written .*: give another folder, or leave the file tier out"):
-        file_in(tmp_path / "file")
-    (tmp_path / "link").mkdir()
-    (tmp_path / "link" / FILE).symlink_to(tmp_path / "file")
+        file_in(given.folder / "file")
+    (given.folder / "link").mkdir()
+    (given.folder / "link" / FILE).symlink_to(given.folder / "file")
     with pytest.raises(UserError, match="cannot be written"):
-        file_in(tmp_path / "link")
-    tier = file_in(tmp_path / "used")
+        file_in(given.folder / "link")
+    tier = file_in(given.folder / "used")
     with pytest.raises(UserError, match="another process uses .*used/kv_cache.tier: give each process its own folder"):
-        file_in(tmp_path / "used")
+        file_in(given.folder / "used")
     tier.close()
 
 
@@ -226,8 +234,6 @@ CHECKS = (
 
 @each("check", CHECKS)
 def test_tiers(
-    check: object, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[Given], None], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fixtures = {"tmp_path": tmp_path, "caplog": caplog, "monkeypatch": monkeypatch}
-    names = check.__code__.co_varnames[: check.__code__.co_argcount]  # type: ignore[attr-defined]
-    check(**{name: fixtures[name] for name in names})  # type: ignore[operator]
+    check(Given(tmp_path, caplog, monkeypatch))
