@@ -27,6 +27,7 @@ PAGE = 4096
 HEADER = struct.Struct("<24s32sQQ")  # MAGIC, the identity, the number of places, C
 ENTRY = struct.Struct("<32s16sQ8x")  # hash, checksum, number of the write, from 1
 CLEARED = bytes(ENTRY.size)
+MAX_NUMBER = 2**62  # larger numbers are damaged
 QUEUE_BYTES = 2**28
 """Most bytes of contents that wait to be written. If more come, the oldest of them are dropped."""
 
@@ -159,7 +160,7 @@ class _Records:
             places = [*self._free, *self._places.values()]
             num_places = self._num_places
             if self._written is not None:  # its place is in neither list
-                places += {*range(num_places)} - {*places}
+                places += sorted({*range(num_places)} - {*places})[:1]
         check_places(places, num_places, "the file tier")
 
     def _waiting(self, value: bytes) -> Tensor | None:
@@ -220,8 +221,12 @@ class _Records:
             os.ftruncate(self.fd, size)
             _write_all(self.fd, memoryview(header), 0)
         table = os.pread(self.fd, ENTRY.size * self._num_places, PAGE)
-        entries = sorted((number, value, place) for place, (value, _, number) in enumerate(ENTRY.iter_unpack(table)))
-        places = {value: place for number, value, place in entries if number}
+        entries = sorted(
+            (number, value, place)
+            for place, (value, _, number) in enumerate(ENTRY.iter_unpack(table))
+            if 0 < number < MAX_NUMBER
+        )
+        places = {value: place for number, value, place in entries}
         used = {*places.values()}
         free = [place for place in range(self._num_places - 1, -1, -1) if place not in used]
         return places, free, max((number for number, *_ in entries), default=0)

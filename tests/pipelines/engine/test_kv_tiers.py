@@ -140,6 +140,7 @@ def _torn_and_damaged_contents_are_ignored(given: Given) -> None:
         damage("killed while it writes", PAGE + ENTRY.size, bytes(ENTRY.size)).parent, [1, 3], 0, given.caplog
     )
     check_reopened(damage("checksum", PAGE + ENTRY.size + 32, b"x").parent, [1, 3], 1, given.caplog)
+    check_reopened(damage("number", PAGE + ENTRY.size + 48, b"\xff" * 8).parent, [1, 3], 0, given.caplog)
     check_reopened(damage("hash", PAGE + ENTRY.size, key(7)).parent, [1, 3], 1, given.caplog)
     for name, offset, data in (("magic", 0, b"x"), ("identity", 24, b"x"), ("size", 64, b"x")):
         check_reopened(damage(name, offset, data).parent, [], 1, given.caplog)
