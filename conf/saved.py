@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from conf.cache_tiers import with_absolute_folders
 from conf.schema import ModelConfig, RunConfig
 from conf.tasks import SweepConfig
 
@@ -38,7 +39,11 @@ def as_saved(run: RunConfig) -> RunConfig:
         model=replace(model, **model_paths),
         quant=replace(quant, plan=_existing(quant.plan), imatrix=_existing(quant.imatrix)),
         decode=replace(decode, speculation=speculation),
-        device=replace(run.device, kept_prefixes=[_absolute(path) for path in run.device.kept_prefixes]),
+        device=replace(
+            run.device,
+            kept_prefixes=[_absolute(path) for path in run.device.kept_prefixes],
+            kv_cache_tiers=with_absolute_folders(run.device.kv_cache_tiers),
+        ),
         predict=replace(predict, **predict_paths),
         bench=replace(run.bench, data=_existing(run.bench.data)),
         evaluate=replace(run.evaluate, **evaluate_paths),

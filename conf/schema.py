@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from conf.adapters import are_paths, check_adapters
+from conf.cache_tiers import TIERS_FORM, are_tiers
 from conf.constraints import Condition, check_fields, one_of, option, unused
 from conf.decoding import DecodeConfig
 from conf.errors import ErrorCode, UserError
@@ -278,6 +279,20 @@ class DeviceConfig:
 
     Available is the memory that the weights leave free; on a GPU `memory_fraction` limits it. auto: half of it, or less
     if all rows need less. Layers with sliding windows keep the blocks of their windows alone, where this saves memory.
+    """
+    kv_cache_tiers: list[str] = option(
+        factory=list,
+        form=(are_tiers, TIERS_FORM),
+        only_with={
+            "task": one_of(*READING_ROWS, Task.serve),
+            "decode.prefix_cache": one_of(True),
+            "parallel.mode": one_of(ParallelMode.single),
+            "serve.replicas": one_of(1),
+        },
+    )
+    """Tiers for blocks that leave the full KV cache: memory:SIZE, file:FOLDER:SIZE or both. Prompts load them again.
+
+    A file tier also serves later runs of the same model. SIZE is in bytes, such as 4GB, and is never exceeded.
     """
     memory_fraction: float = option(0.9, above=0, maximum=1)
     """Share of a GPU's memory that the process may use: weights, KV cache, CUDA graphs and the tensors of a step."""

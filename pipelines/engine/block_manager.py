@@ -6,6 +6,24 @@ one or more sequences). Invariant: empty + cached + used == all. Empty and cache
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
+from typing import Protocol
+
+
+class BlockTiers(Protocol):
+    """Slower memory for the contents of evicted blocks, which it finds by their hashes."""
+
+    def save(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Copy the contents of these blocks, which the cache is about to overwrite."""
+
+    def load(self, hashes: list[bytes], blocks: list[int]) -> int:
+        """Copy the contents of the longest prefix of `hashes` that is here into the first blocks; return its length."""
+
+    def close(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Save the contents of these blocks, last used first, where a later process finds them. No call follows."""
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless each place for a block is free or holds one block."""
 
 
 class BlockManager:
@@ -22,6 +40,8 @@ class BlockManager:
         self._adapter_of: dict[int, str] = {}
         self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
+        self.tiers: BlockTiers | None = None
+        """Where evicted blocks go; None: nowhere."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -39,7 +59,8 @@ class BlockManager:
     def allocate(self, num_blocks: int) -> list[int]:
         """Return `num_blocks` blocks whose only owner is the caller. The caller must check `num_free_blocks` first."""
         assert num_blocks <= self.num_free_blocks
-        blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
+        num_evicted = max(0, num_blocks - len(self._empty))
+        blocks = [self._empty.pop() for _ in range(num_blocks - num_evicted)] + self._evict(num_evicted)
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -96,10 +117,32 @@ class BlockManager:
                 else:
                     self._empty.append(block)
 
-    def _evict(self) -> int:
-        block = next(iter(self._cached))
-        self._forget(block)
-        return block
+    def load(self, hashes: list[bytes], blocks: list[int], adapter: str | None) -> int:
+        """Fill the first of the caller's new blocks with the longest prefix of `hashes` in the tiers; return its length.
+
+        `adapter`: as for `remember`.
+        """
+        num_loaded = self.tiers.load(hashes, blocks) if self.tiers and hashes else 0
+        for block, value in zip(blocks[:num_loaded], hashes, strict=False):
+            self.remember(block, value, adapter)
+        return num_loaded
+
+    def close_tiers(self) -> None:
+        """Save the contents of all blocks of the prefix cache for a later process."""
+        if self.tiers:
+            used = [block for block in self._hash_of if block not in self._cached]
+            blocks = [*used, *reversed(self._cached)]
+            self.tiers.close(blocks, [self._hash_of[block] for block in blocks])
+            self.tiers = None
+
+    def _evict(self, num_blocks: int) -> list[int]:
+        blocks = [*islice(self._cached, num_blocks)]
+        hashes = [self._hash_of[block] for block in blocks]
+        for block in blocks:
+            self._forget(block)
+        if self.tiers and blocks:
+            self.tiers.save(blocks, hashes)
+        return blocks
 
     def _forget(self, block: int) -> None:
         del self._cached[block], self._block_of[self._hash_of.pop(block)]
@@ -118,3 +161,5 @@ class BlockManager:
             raise RuntimeError("hashes and blocks do not match")
         if not self._adapter_of.keys() <= self._hash_of.keys():
             raise RuntimeError("a block of an adapter has no hash")
+        if self.tiers:
+            self.tiers.check_integrity()

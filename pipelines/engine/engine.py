@@ -1,5 +1,6 @@
 """The engine: requests in, outputs out. `StepLoop` runs the steps."""
 
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
 from pipelines.engine.adapters import Adapters
-from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.block_manager import BlockManager, BlockTiers
 from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
@@ -169,6 +170,12 @@ class Engine(StepLoop):
         """Add pinned blocks to the prefix cache under these hashes."""
         for block, value in zip(blocks, hashes, strict=True):
             self.scheduler.block_manager.remember(block, value)
+
+    def use_tiers(self, tiers: BlockTiers) -> None:
+        """Keep evicted blocks in these tiers from now on. All layers must have the same blocks, and no layer a state."""
+        blocks = self.scheduler.block_manager
+        blocks.tiers = tiers
+        self.close_tiers = weakref.finalize(self, blocks.close_tiers)  # at the latest at exit
 
     @property
     def num_free_slots(self) -> int:

@@ -33,9 +33,8 @@ class PrefixCache:
         size, prefix, cached = self._blocks.block_size, sequence.prefix, list[int]()
         num_full = prefix.num_tokens // size
         sequence.snapshots, sequence.last_snapshot = NO_SNAPSHOTS, 0
-        if sequence.params.prefix_cache and sequence.first_output_position is None:
-            # At least one token is computed again, because its logits are needed.
-            num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // size
+        if _reads_cache(sequence):
+            num_blocks = self._num_readable_blocks(sequence)
             self._extend_hashes(sequence, num_blocks)
             cached = self._blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
             if self._states.num_slots:
@@ -46,6 +45,22 @@ class PrefixCache:
         self._blocks.share(sequence.block_table)
         if cached:
             sequence.num_computed_tokens = len(sequence.block_table) * size - prefix.num_tokens
+
+    def load(self, sequence: Sequence) -> bool:
+        """Fill the sequence's blocks after its cached blocks from the tiers. Return whether any was filled."""
+        if not _reads_cache(sequence):
+            return False
+        size, num_prefix_tokens = self._blocks.block_size, sequence.prefix.num_tokens
+        first, end = (num_prefix_tokens + sequence.num_computed_tokens) // size, self._num_readable_blocks(sequence)
+        hashes, blocks = sequence.block_hashes[first:end], sequence.block_table[first:end]
+        num_loaded = self._blocks.load(hashes, blocks, _adapter(sequence))
+        if num_loaded:
+            sequence.num_computed_tokens = (first + num_loaded) * size - num_prefix_tokens
+        return num_loaded > 0
+
+    def _num_readable_blocks(self, sequence: Sequence) -> int:
+        # At least one token is computed again, because its logits are needed.
+        return (sequence.prefix.num_tokens + len(sequence.token_ids) - 1) // self._blocks.block_size
 
     def _take_snapshot(self, sequence: Sequence, cached: list[int]) -> list[int]:
         """Share the last snapshot within the cached blocks, and return the blocks before it.
@@ -108,3 +123,7 @@ class PrefixCache:
 def _adapter(sequence: Sequence) -> str | None:
     """Return the digest of the sequence's adapter."""
     return sequence.request.adapter.digest if sequence.request.adapter else None
+
+
+def _reads_cache(sequence: Sequence) -> bool:
+    return sequence.params.prefix_cache and sequence.first_output_position is None

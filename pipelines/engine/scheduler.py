@@ -349,7 +349,7 @@ class Scheduler:
         return self._long_rope_threshold is not None and num_tokens > self._long_rope_threshold
 
     def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
-        """Take cached blocks for the group's one sequence and allocate the rest.
+        """Take cached blocks for the group's one sequence, allocate the rest, and fill blocks from the tiers.
 
         Returns False if the pool cannot hold the sequence, or if the group's adapter gets no slot.
         """
@@ -360,9 +360,12 @@ class Scheduler:
             self._release(sequence)
             return False
         self.state_manager.count_hits(sequence.state_slots)
+        num_copies = len(copies)
+        self._allocate(sequence, copies)
+        if self.prefix_cache.load(sequence):
+            del copies[num_copies:]  # of a soft prefix's last block: the first loaded block has its tokens
         if group.num_cached_tokens is None:  # the first admission: after a preemption the group finds its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
-        self._allocate(sequence, copies)
         return True
 
     def _preempt(self, group: SequenceGroup) -> None:

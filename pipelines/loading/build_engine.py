@@ -10,6 +10,7 @@ from conf.speculation import Speculate
 from pipelines.engine import Engine
 from pipelines.jobs.report import ProgressSink
 from pipelines.loading.assembly import assemble
+from pipelines.loading.cache_tiers import check_tiers, place_tiers
 from pipelines.loading.drafting import plan_draft
 from pipelines.loading.exported_plan import check_mode
 from pipelines.loading.model_source import ReadyModel
@@ -47,10 +48,13 @@ def build_engine(
             driver = start_driver(full_plan, parallel, options)
             on_error.callback(driver.close)
         draft = plan_draft(decode, parallel.mode, full_plan, settings)  # not sharded, and only on rank 0
+        check_tiers(options, full_plan, draft)
         if driver is not None:
             plan = driver.part(full_plan)
         source.warn_of_unread_keys()
         sizes = options, decode, settings, max_num_requests
-        engine = assemble(plan, *sizes, progress.loaded, draft, driver, window_blocks)
+        has_windows = window_blocks and not options.kv_cache_tiers  # tiers need one pool
+        engine = assemble(plan, *sizes, progress.loaded, draft, driver, has_windows)
+        place_tiers(engine, plan, options)
         on_error.pop_all()
     return engine

@@ -35,7 +35,7 @@ def measure_divergence(run: RunConfig, source: ModelSource, engine: Engine, prog
         raise UserError(f"the floats have {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
     config = engine.config
     settings = RequestSettings(engine.tokenizer, config.context, config.eos_token_ids, config.decode_defaults)
-    device = replace(run.device, kv_cache_memory="auto", kept_prefixes=[])
+    device = replace(run.device, kv_cache_memory="auto", kept_prefixes=[], kv_cache_tiers=[])
     reference = assemble(plan, device, DecodeConfig(), settings, 1, progress.loaded)
     assert engine.tokenizer is not None
     limits = config.context.num_tokens, config.max_batched_tokens, engine.num_free_blocks * engine.block_size

@@ -70,6 +70,7 @@ def _refuse_files(run: RunConfig, model: Any) -> None:
         "model.keep_packed=true": run.model.keep_packed,
         "model.revision": run.model.revision is not None,
         "device.kept_prefixes": bool(run.device.kept_prefixes),
+        "device.kv_cache_tiers": bool(run.device.kv_cache_tiers),
     }
     for setting, is_given in refused.items():
         if is_given:

@@ -72,6 +72,8 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (DeviceConfig, "device", RANGE, {"memory_fraction": [0.0, 1.1]}),
     (DeviceConfig, "device", FORM, {"kv_cache_memory": ["0", "-1GB", "1XB", "0.0", "nan", "half", "9" * 400 + "GB"]}),
     (DeviceConfig, "device", FORM, {"kept_prefixes": [[""]]}),
+    (DeviceConfig, "device", FORM, {"kv_cache_tiers": [["disk:1GB"], ["memory:0"], ["memory:0.5"], ["memory"], ["memory:a:1GB"]]}),
+    (DeviceConfig, "device", FORM, {"kv_cache_tiers": [["file:1GB"], ["file::1GB"], ["file:a"], ["memory:1GB", "memory:1GB"], [5]]}),
     (SmoothConfig, "quant.smooth", RANGE, {"alpha": [-0.1, 1.1]}),
     (GptqConfig, "quant.gptq", RANGE, {"damping": [0.0]}),
     (SparsityConfig, "quant.sparsity", RANGE, {"ratio": [0.0, 1.0]}),
@@ -143,6 +145,7 @@ RAY, BENCH = ParallelConfig(ParallelMode.ray, replicas=2), {"task": Task.bench}
 AUTO = QuantConfig(QuantScheme.int8, activations=Activations.auto)
 LOSSY = SpeculationConfig(acceptance=Acceptance.top_p_window)
 MLFLOW = {"kind": Tracker.mlflow}
+TIERED = DeviceConfig(kv_cache_tiers=["memory:1GB"])
 TP, GUIDE = {"mode": ParallelMode.tp}, {"regex": "a"}
 PRUNED = {"method": SparsityMethod.wanda}
 TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
@@ -193,6 +196,15 @@ TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
     (RunConfig, {**BENCH, "model": ModelConfig("x", adapters={"a": "b"})}, NEEDS, "model.adapters"),
     (RunConfig, {**BENCH, "model": ModelConfig("x", prefixes={"a": "b"})}, NEEDS, "model.prefixes"),
     (RunConfig, {**BENCH, "device": DeviceConfig(kept_prefixes=["a"])}, NEEDS, "device.kept_prefixes"),
+    (RunConfig, {**BENCH, "device": TIERED}, NEEDS, "device.kv_cache_tiers"),
+    (RunConfig, {"parallel": ParallelConfig(**TP), "device": TIERED}, NEEDS, "device.kv_cache_tiers"),
+    (RunConfig, {"parallel": RAY, "device": TIERED}, NEEDS, "device.kv_cache_tiers"),
+    (
+        RunConfig,
+        {"task": Task.serve, "serve": ServeConfig(replicas=2), "device": TIERED},
+        NEEDS,
+        "device.kv_cache_tiers",
+    ),
     (RunConfig, {**BENCH, "calibrate": CalibrateConfig(seed=2)}, NEEDS, "calibrate"),
     (RunConfig, {**BENCH, "parallel": RAY}, NEEDS, "parallel.mode"),
     (RunConfig, {"task": Task.serve, "parallel": RAY}, NEEDS, "parallel.mode"),

@@ -77,7 +77,7 @@ def _with_files(
 
 def calibration_job(run: RunConfig) -> QuantizeJob:
     calibrate, parallel = run.calibrate.resolved(run.quant), _for_calibration(run.parallel)
-    device = replace(run.device, kept_prefixes=[])  # calibration computes no rows
+    device = replace(run.device, kept_prefixes=[], kv_cache_tiers=[])  # calibration computes no rows
     return QuantizeJob(float_model(run.model), run.quant, calibrate, run.quantize.format, parallel, device)
 
 
