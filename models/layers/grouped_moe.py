@@ -13,6 +13,7 @@ from conf.errors import UserError
 from kernels.moe import route, route_corrected
 from models.batch import Batch
 from models.config import ConfigReader
+from models.layers.constant import Constant
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
@@ -46,16 +47,14 @@ class Routing:
         """The number of a group's best experts whose scores sum to the group's score."""
         return 2 if self.has_correction_bias else 1
 
-    def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts within the best groups (V2: section 2.2.2 of its paper; V3: section 2.1.2).
 
-        logits float32 [T, X]; correction float32 [X] of V3's rule. Returns as `route` does.
+        logits float32 [T, X]; correction float32 [X] of V3's rule, else zeros. Returns as `route` does.
         """
         if self.is_plain:
             weights, chosen = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
         else:
-            if correction is None:
-                correction = torch.zeros_like(logits[0])  # none
             weights, chosen = route_corrected(
                 logits,
                 correction,
@@ -102,10 +101,12 @@ class Gate(Router):
         self.routing = routing
         if routing.has_correction_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
+        self._no_correction = Constant(torch.zeros(routing.num_experts, device="cpu"))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, E]; returns as `route` does."""
-        correction = self.e_score_correction_bias if self.routing.has_correction_bias else None
+        has_bias = self.routing.has_correction_bias
+        correction = self.e_score_correction_bias if has_bias else self._no_correction.on(x.device)
         return self.routing.choose(self.logits(x), correction)
 
 

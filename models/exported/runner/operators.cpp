@@ -125,19 +125,6 @@ void slice(Step &step) {
   require_fit(start >= 0 && step.integer("step", 1) == 1);
   step.set_result(0, narrow(x, axis, start, std::min(step.integer("end", x.shape[axis]), x.shape[axis]) - start));
 }
-void select(Step &step) {
-  const Tensor &x = step.tensor("self");
-  const int64_t axis = axis_of(x, step["dim"].integer());
-  Tensor part = narrow(x, axis, step["index"].integer(), 1);
-  part.shape.erase(part.shape.begin() + axis);
-  step.set_result(0, part);
-}
-void zeros_like(Step &step) {
-  const Tensor &x = step.tensor("self"), out = like(x);
-  require_fit(!step.flag("pin_memory"));
-  std::memset(out.data, 0, out.count() * bytes_of(out.type));
-  step.set_result(0, out);
-}
 void unsqueeze(Step &step) {
   Tensor x = step.tensor("self");
   const int64_t axis = step["dim"].integer();
@@ -424,8 +411,8 @@ Operator find_operator(const std::string &target) {
   static const std::map<std::string, Operator> OPERATORS = {
       {"aten.embedding.default", embedding}, {"aten.index.Tensor", index}, {"aten.unflatten.int", unflatten}, {"aten.flatten.using_ints", flatten},
       {"aten.unbind.int", unbind}, {"aten.split_with_sizes.default", split_with_sizes}, {"aten.chunk.default", chunk},
-      {"aten.narrow.default", narrow_part}, {"aten.select.int", select}, {"aten.slice.Tensor", slice}, {"aten.unsqueeze.default", unsqueeze}, {"aten.floor_divide.default", floor_divide},
-      {"aten.zeros_like.default", zeros_like}, {"aten.cat.default", cat}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"aten.to.dtype", to}, {"quintet.rms_norm.default", rms_norm},
+      {"aten.narrow.default", narrow_part}, {"aten.slice.Tensor", slice}, {"aten.unsqueeze.default", unsqueeze}, {"aten.floor_divide.default", floor_divide},
+      {"aten.cat.default", cat}, {"aten.add.Tensor", add}, {"aten.mul.Tensor", mul}, {"aten.div.Tensor", div}, {"aten.relu.default", relu}, {"aten.to.dtype", to}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
       {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope.default", rope}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention}, {"quintet.short_conv.default", short_conv}, {"quintet.ssd.default", ssd}, {"quintet.gated_rms_norm.default", gated_rms_norm},
