@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.decoding import DecodeConfig
+from conf.decoding import DecodeConfig, warn_once
 from conf.speculation import DraftOrder, Speculate, SpeculationConfig
 from conf.thinking import ThinkingConfig
 from pipelines.engine import Engine
@@ -269,6 +269,7 @@ def test_drafts_of_unfinished_steps_are_not_counted_as_accepted(
 
 
 def test_searches_are_not_drafted(chatty: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()  # another test of this process may have logged the warning
     engine = engine_of(chatty, tokenizer="")
     for search in ({"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 3}):
         decode = DecodeConfig(max_new_tokens=6, **search)  # type: ignore[arg-type]
