@@ -135,7 +135,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ServeConfig, "serve", RANGE, {"max_step_ms": [0], "request_timeout_s": [0], "send_timeout_s": [NAN], "keep_alive_s": [0, INF]}),
     (ServeConfig, "serve", RANGE, {"drain_s": [-1], "stall_s": [0], "max_connections": [0], "replicas": [0]}),
     (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
-    (ServeConfig, "serve", FORM, {"response_template": [""], "response_store": [""], "response_store_size": ["x"]}),
+    (ServeConfig, "serve", FORM, {"response_template": [""], "response_store": [""], "response_store_size": ["x"], "traces": ["x"]}),
     (ServeConfig, "serve", RANGE, {"response_store_count": [0], "response_store_age_s": [0, NAN]}),
     (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"], "response_store_size": ["1GB"], "admin_keys": ["keys"]}),
     (ServeConfig, "serve", NEEDS, {"response_store_count": [1], "response_store_age_s": [1.0]}),
