@@ -75,8 +75,8 @@ def first_panel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return the first token and the end of the tokens that a program computes one by one, the panel [SIZE, COLUMNS] that
-    the first one reads, the token after which the panel is stored, the addresses where, and a mask of these addresses.
+    """Return the range of the tokens that a program computes one by one, and the panel [SIZE, COLUMNS] that the first
+    of them reads. Then follow the token after which the panel is stored, the addresses, and their mask.
 
     These tokens are after the sequence's whole chunks if `is_rest`, else before them. `panels` has the panel in between.
     Stores the first panel if the token after which it is stored is before the first one.

@@ -84,7 +84,7 @@ class Scorer(Pooler):
     def _encode_pair(self, query: str, document: str) -> list[int]:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise UserError("there is no tokenizer for query and document: give model.tokenizer=PATH")
+            raise UserError("query and document need a tokenizer: give model.tokenizer=PATH")
         for text in (query, document):
             check_unicode("the text", text)
         if self._num_labels is None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class NoAdapter(UserError):
-    """There is no adapter below the allowed folders. The message does not tell what is there instead."""
+    """The allowed folders do not contain the adapter. The message does not say what the path is instead."""
 
 
 def change_adapters(engine: Engine, frame: LoadAdapter | UnloadAdapter) -> AdapterChanged:

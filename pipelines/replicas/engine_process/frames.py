@@ -248,7 +248,7 @@ class AdapterChanged(msgspec.Struct, tag=True, frozen=True):
     error: str | None = None
     """The reason why nothing has changed; None: success."""
     is_missing: bool = False
-    """Whether the reason is that there is no adapter below the allowed folders."""
+    """Whether the allowed folders do not contain the adapter."""
 
 
 ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel | LoadAdapter | UnloadAdapter

@@ -17,7 +17,7 @@ from pipelines.engine.file_tier import ENTRY, FILE, PAGE, FileTier
 from pipelines.engine.memory_tier import MemoryTier
 from tests.helpers.cases import each
 
-SIZE, IDENTITY = 5000, bytes(range(32))  # SIZE is no multiple of a page
+SIZE, IDENTITY = 5000, bytes(range(32))  # SIZE is not a multiple of a page
 FOUR = 2 * PAGE + 4 * (ENTRY.size + SIZE)
 
 
