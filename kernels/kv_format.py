@@ -282,7 +282,7 @@ def _parts(vectors: PagedVectors) -> tuple[tuple[Tensor, ...], str, Tensor | Non
         if isinstance(format, kind):
             return vectors.tensors, name, format.scales, vectors.channels, vectors.dtype
     if format not in _NAMES:
-        raise ValueError(f"a cache of {format} cannot be part of a graph: those of {', '.join(_NAMES.values())} can")
+        raise ValueError(f"a graph cannot have a cache of {format}, only of {', '.join(_NAMES.values())}")
     return vectors.tensors, _NAMES[format], None, vectors.channels, vectors.dtype
 
 

@@ -52,7 +52,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add a worker's processes to those of this process, the controller."""
+    """Add a worker's processes to the processes of this process, the controller."""
     node.config.stash[STARTED].count += getattr(node, "workeroutput", {}).get("processes", 0)
 
 

@@ -117,7 +117,7 @@ def _check(x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> N
     shape, dtype, format = x.shape, x.dtype, weights[0].format
     are_floats, are_codes = isinstance(weights[0], FloatWeight), isinstance(x, QuantizedActivations)
     if dtype not in DTYPES:
-        raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"no product computes in {dtype}, only in {', '.join(map(str, DTYPES))}")
     if are_floats and (are_codes or dtype != format):
         raise ValueError(
             f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"

@@ -92,7 +92,7 @@ class CallFormat:
     id_open: str = ""
     """Between the name and the id, if the call has one there."""
     id_form: str = ""
-    """The id that stands in place of the name, with {name} and {index}, such as `functions.{name}:{index}`."""
+    """The id that replaces the name, with {name} and {index}, such as `functions.{name}:{index}`."""
     max_calls: int | None = None
     """1 if an answer has at most one call."""
     is_bare: bool = False

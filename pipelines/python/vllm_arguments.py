@@ -156,7 +156,7 @@ ANSWERS: dict[str, Answer] = {
     **_refused("the scheduler is this engine's own", "scheduler_cls worker_cls worker_extension_cls additional_config"),
     **_refused("a call runs all of its prompts", "max_num_queued_reqs max_num_queued_tokens"),
     "max_logprobs": Answer("logprobs may be up to 100", is_refused=False),
-    "logprobs_mode": Answer("log probabilities are those of the model's logits", ("raw_logprobs", None)),
+    "logprobs_mode": Answer("log probabilities are of the model's logits", ("raw_logprobs", None)),
     "tokenizer_mode": Answer("the tokenizer's own files say how it is read", ("auto", "hf", None)),
     "config_format": Answer("the folder's files say what it is", ("auto", "hf", None)),
     "model_impl": Answer("a model is run by the code of this engine alone", ("auto", "vllm", None)),
@@ -306,7 +306,7 @@ def _revision(arguments: Mapping[str, Any]) -> dict[str, str]:
     revision, of_tokenizer = arguments.get("revision"), arguments.get("tokenizer_revision")
     if of_tokenizer not in (None, revision):
         raise UserError(
-            f"tokenizer_revision={of_tokenizer!r} contradicts revision={revision!r}, which is that of the tokenizer, too: "
+            f"tokenizer_revision={of_tokenizer!r} contradicts revision={revision!r}, which the tokenizer has too: "
             "give the same, or tokenizer=FOLDER"
         )
     return {} if revision is None else {"model.revision": str(revision)}

@@ -75,7 +75,9 @@ def _refuse_unused(run: RunConfig) -> None:
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
     output, input, run_folder = target.resolve(), source.resolve(), output_dir.resolve()
     if output == input or output in input.parents or input in output.parents:
-        raise UserError(f"convert.output={target} is, holds or lies in the source {source}: give a folder elsewhere")
+        raise UserError(
+            f"convert.output={target} is the source {source}, contains it or is in it: give a folder elsewhere"
+        )
     if output == run_folder or output in run_folder.parents:
         raise UserError(
             f"convert.output={target} is or holds the run's own folder {output_dir}: give a folder elsewhere"

@@ -154,7 +154,7 @@ def draw_comparison(now: Mapping[Key, Sample], before: Mapping[Key, Sample]) -> 
 
 
 def _of_windows(now: Mapping[Key, Sample], before: Mapping[Key, Sample], seed: int) -> dict[str, Compared]:
-    """Return the metrics of the windows. Those of a reference are missing if only one of the runs has a reference."""
+    """Return the metrics of the windows, without metrics of a reference if only one of the runs has a reference."""
     keys = [key for key in now if key[0] == WINDOW]
     counts = [now[key]["num_tokens"] for key in keys]
     metrics = {}

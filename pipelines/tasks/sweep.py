@@ -42,7 +42,7 @@ def recorded_job(
 ) -> Iterator[None]:
     """Write `job.json` into the folder. An error in the block ends only this job; an interrupt ends the sweep.
 
-    settings: those of the sweep, which `write_sweep` and `sweep.halving` read from the records.
+    settings: the settings of the sweep, which `write_sweep` and `sweep.halving` read from the records.
 
     Raises UserError for a folder outside the sweep's folder, and for a folder that another job of the sweep uses.
     """

@@ -5,7 +5,7 @@ Phases follow each other until the time is over: calm, disconnects, slow readers
 disk, SIGSTOP and kill -9 of the engine's process. Workers send requests all the time, and each answer must equal the
 answer from before the faults; dropped streams are resumed with Last-Event-ID. After each phase every line of every
 batch must exist exactly once, nothing may run or hold blocks, and the memory and descriptors of both processes are
-recorded. The exit code is 1 if a check fails. Overrides are those of run.py.
+recorded. The exit code is 1 if a check fails. Overrides: as for run.py.
 """
 
 import argparse
@@ -328,7 +328,7 @@ class Soak:
             if not any(metrics[name] for name in names):
                 return metrics
             if time.monotonic() > deadline:
-                raise Failed(f"{ {name: metrics[name] for name in names} } though nobody asks")
+                raise Failed(f"{ {name: metrics[name] for name in names} } without a request")
             await asyncio.sleep(0.1)
 
 

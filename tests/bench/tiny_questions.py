@@ -1,7 +1,7 @@
 """Accuracy of the bundled model on held-out questions: `python tests/bench/tiny_questions.py [--questions N] [key=value
 ...]`.
 
-Prints the share by kind and writes it to tests/bench/results/tiny_questions.json. Overrides are those of run.py, so
+Prints the share by kind and writes it to tests/bench/results/tiny_questions.json. Overrides: as for run.py, so
 that the effect of a setting can be measured in the same way.
 """
 

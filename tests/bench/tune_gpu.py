@@ -2,7 +2,7 @@
 
 Rewrites kernels/tuned/<GPU>.json after each shape; commit the file. It contains only launches that were more than 2 %
 faster than the constants. Entries of an earlier run with the same versions stay, so that `--only` can continue a run.
-Shapes are those of a model's linear layers, most used first. Shapes that exceed the time limit are printed.
+Shapes: of a model's linear layers, most used first. Shapes that exceed the time limit are printed.
 """
 
 import json

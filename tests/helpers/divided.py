@@ -121,7 +121,7 @@ def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> l
 
 
 def assert_same_bits(expected: list[Step], ranks: list[list[Step]]) -> None:
-    """Compare the first rank's logits, and each rank's keys and values, with those of one process, bit for bit."""
+    """Compare the first rank's logits, and each rank's keys and values, with the values of one process, bit for bit."""
     for step, of_ranks in zip(expected, zip(*ranks, strict=True), strict=True):
         assert of_ranks[0].logits.equal(step.logits)
         for layer, cached in enumerate(step.cached):

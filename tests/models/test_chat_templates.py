@@ -196,9 +196,7 @@ def test_marks_are_characters_that_the_conversation_has_not(tmp_path: Path) -> N
     assert theirs.convert_tokens_to_ids("<|im_end|>") not in ids
 
 
-skip_without_vocabularies = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="the real vocabularies stand beside the repository"
-)
+skip_without_vocabularies = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 REAL = SHARED / "data" / "tokenizers"
 
 

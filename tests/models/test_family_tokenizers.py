@@ -14,7 +14,7 @@ from models.tokenizers import Tokenizer, load_tokenizer
 from tests.helpers.builders import SHARED
 from tests.helpers.cases import each
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 
 REAL = SHARED / "data" / "tokenizers"
 TINY = SHARED / "goldens"
@@ -251,7 +251,7 @@ WITH_TOKENS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs the real vocabularies of ../shared")
 @each("name", WITH_TOKENS)
 def test_tokens_that_other_files_add_to_the_pieces(name: str, tmp_path: Path) -> None:
     """Read as transformers reads them. It treats double spaces differently from SentencePiece, which trained such

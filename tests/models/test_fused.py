@@ -1,5 +1,5 @@
-"""Fused products, and norms that add: a model's logits equal those of its single layers with torch's sums, bit for
-bit."""
+"""Fused products, and norms that add: a model's logits equal, bit for bit, the logits of separate layers with torch's
+sums."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -201,7 +201,7 @@ def test_families_have_the_class_of_transformers(family: str, declared: str, tmp
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 @each("name", ["qwen2", "gpt2", "llama2"])
 def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     """As transformers saves them, on the texts of the published vectors."""
@@ -219,7 +219,7 @@ def test_real_vocabularies(name: str, tmp_path: Path) -> None:
         assert ours.decode(ids, False) == theirs.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 @each("name", ["stories260K", "babyllama_tok105"])
 def test_real_models(name: str) -> None:
     folder = SHARED / "data" / "models" / name

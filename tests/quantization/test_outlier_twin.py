@@ -58,7 +58,7 @@ BABYLLAMA = SHARED / "data" / "models" / "babyllama_tok105"
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
+@pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models of ../shared")
 def test_logits_of_a_real_model_recover(tmp_path: Path) -> None:
     """DECISIONS.md (Quantisation) has the perplexities."""
     write_outlier_twin(BABYLLAMA, tmp_path / "twin")

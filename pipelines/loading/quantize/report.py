@@ -76,7 +76,7 @@ def write_report(
     before, after = metrics["weight_bytes_before"], metrics["weight_bytes"]
     pruning = f", sparsity={job.quant.sparsity}" if "sparsity" in metrics else ""
     changed = "pruned" if pruning and job.quant.scheme is QuantScheme.none else "quantised"
-    of_pruned = ", those of quantisation relative to the pruned layer's" if pruning else ""
+    of_pruned = ". Errors of quantisation are relative to the pruned layer" if pruning else ""
     cache = [f"| KV cache | {job.model.dtype.name} | {job.quant.kv_cache.name}, a scale for each head |"]
     lines = [
         f"# {Path(job.model.path).name}: quant={job.quant.scheme.name}, method={job.quant.method.name}{pruning}",
@@ -92,7 +92,7 @@ def write_report(
         *([f"| zeros of pruned layers, of all weights | | {metrics['sparsity']:.2%} |"] if pruning else ()),
         *(cache if job.quant.has_static_kv_cache else ()),
         "",
-        f"Errors of a layer's outputs, relative, on calibration data{of_pruned} ({PICTURE}):",
+        f"Relative errors of a layer's outputs on calibration data ({PICTURE}){of_pruned}:",
         "",
         *_table(reports, bool(pruning)),
     ]

@@ -77,7 +77,7 @@ class CallRules:
         is_parallel: bool,
         next_id: int,
     ) -> None:
-        """The arguments are those of `tool_guide`."""
+        """Arguments: as for `tool_guide`."""
         self.form, self._rules, self._next_id = form, rules, next_id
         is_many = bool(form.separator or form.opening) or form.body is Body.harmony
         self._is_repeated = is_parallel and form.max_calls is None and is_many

@@ -9,7 +9,7 @@ from conf.decoding import DecodeConfig
 from tests.helpers.builders import SHARED, all_logits, complete, engine_of
 from tests.helpers.cases import each
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real small models stand beside the repository")
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real small models of ../shared")
 
 
 @needs_shared

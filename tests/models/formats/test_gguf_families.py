@@ -126,7 +126,7 @@ PACKED = {
 @pytest.mark.long
 @each("name", PACKED)
 def test_codes_match_the_rounded_weights(name: str, tmp_path: Path) -> None:
-    """The weights stay packed, and the logits are near those of transformers with the package's dequantised weights."""
+    """The weights stay packed, and the logits are near the logits of transformers with the package's dequantised weights."""
     reference = build(tmp_path, name, **WIDE.get(name, {}))
     file = write_family(tmp_path, tmp_path / "twin.gguf", "Q8_0")
     with torch.no_grad():

@@ -25,7 +25,7 @@ from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_level
 
 REAL = SHARED / "data" / "tokenizers"
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 SPM = {
     "model": "llama",
     "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"],

@@ -275,7 +275,7 @@ def test_tokenizers_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
     assert ours.encode_messages(messages, None) == other.encode_messages(messages, None)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 @each("dtype", ["float32", "float16"])
 def test_a_real_model_tells_its_story(dtype: str, tmp_path: Path) -> None:
     folder = SHARED / "data" / "models" / "stories260K"
@@ -332,7 +332,7 @@ def with_tokenizer(folder: Path, *files: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """tokenizer.json keeps spaces and adds one only if a text begins without, which GGUF cannot represent. The
     tokenizer.model next to it removes repeated spaces, which GGUF can represent."""
@@ -358,7 +358,7 @@ def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     ]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 def test_missing_bytes_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = SHARED / "data" / "models" / "babyllama_tok105"
     folder = with_tokenizer(tmp_path / "hf", source / "tokenizer.model")
@@ -380,7 +380,7 @@ def test_missing_bytes_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 def test_tokens_that_other_files_add_to_the_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An added token, and a token that replaces a piece. The text after such a token begins without a space, but
     llama.cpp adds one."""
@@ -476,7 +476,7 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 def test_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = with_tokenizer(
         tmp_path / "hf", SHARED / "data" / "models" / "stories260K" / "tokenizer.model", vocab_size=500

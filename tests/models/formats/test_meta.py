@@ -260,7 +260,7 @@ def test_llama_3_stops_where_metas_code_does(tmp_path: Path) -> None:
         assert read_meta_config(tmp_path, allow_pickle=True).raw("eos_token_id") == expected
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real tokenizers stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real tokenizers of ../shared")
 @each("name, bos, eos, special", [("llama2", 1, 2, {}), ("llama3", 128000, 128001, {"<|eot_id|>": 128009})])
 def test_bare_tokenizer(name: str, bos: int, eos: int, special: dict[str, int], tmp_path: Path) -> None:
     """Compared with ids of sentencepiece and tiktoken themselves."""

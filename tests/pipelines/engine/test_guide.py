@@ -288,7 +288,7 @@ def test_a_guide_beyond_the_limits_of_a_step_fails_alone(chatty: Path, monkeypat
         raise outputs[2].error or AssertionError("no error")
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real vocabularies of ../shared")
 @each("name", ["llama2", "gpt2", "chatglm-6b", "llama3", "qwen2"], quick=["llama2", "gpt2"])
 def test_real_vocabularies(name: str) -> None:
     """Every token that begins a choice is allowed, also two with equal bytes. Only Lark names special tokens."""

@@ -153,7 +153,7 @@ WINDOW, NUM_WINDOWS = 250, 40
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
+@pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models of ../shared")
 def test_perplexity_of_a_real_model(tmp_path: Path) -> None:
     """The text of DECISIONS.md (KV cache), which reports +0.011, +0.37 and +0.71 %, with static scales +0.080 and +0.81
     %.

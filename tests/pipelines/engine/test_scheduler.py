@@ -1,4 +1,4 @@
-"""Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
+"""Scheduler: first come, first served; prompts in chunks that stall no other sequence; preemption; integrity of blocks after every step."""
 
 from typing import Any
 from unittest.mock import patch
@@ -180,7 +180,7 @@ def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
     scheduler.add(sequence(0, 2, 4, prefix_cache=False, num_beams=4))
     scheduler.add(sequence(1, 6, 4, prefix_cache=False))
     scheduler.add(sequence(2, 5, 1, prefix_cache=False))
-    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams beside the six
+    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams in addition to the six
     assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 3}]  # the fake beams become one more in each step
     assert [group.request.id for group in scheduler.waiting] == [1, 2]  # first come, first served
 
@@ -208,7 +208,7 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
 
 
 def test_a_smaller_budget_is_the_prompts_alone() -> None:
-    """Whoever generates has its token; of what cannot be cut a smaller budget makes nothing."""
+    """Sequences that generate keep their token. A prompt that cannot be cut is computed whole."""
     scheduler = scheduler_of(budget=64)
     for i, prompt in enumerate((3, 3, 3, 30)):
         scheduler.add(sequence(i, prompt, 9))
@@ -232,7 +232,7 @@ def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
     assert [group.origin.num_computed_tokens for group in groups] == [0, 0]
     assert [item.sequence.num_computed_tokens for item in plan.scheduled] == [0, 8]
     scheduler.check_integrity()
-    scheduler.add(again := sequence(0, 9))  # whose beginning nobody finds
+    scheduler.add(again := sequence(0, 9))  # whose prefix is not in the cache
     scheduler.plan()
     assert again.num_cached_tokens == 0
 

@@ -256,7 +256,7 @@ def test_the_command_line(source: Path, tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stderr
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real small models are not beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real small models of ../shared")
 def test_a_real_model_goes_and_comes_back(tmp_path: Path) -> None:
     folder = SHARED / "data" / "models" / "stories260K"
     sharded = convert(folder, tmp_path / "sharded", format=SHARDED, tp=4, pp=3)

@@ -84,7 +84,7 @@ def test_contradictions(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 def test_the_command_line(tmp_path: Path) -> None:
     model = SHARED / "data" / "models" / "stories260K"
     made = run("task=convert", f"model.path={model}", f"convert.output={tmp_path / 'gguf'}", "convert.format=gguf")

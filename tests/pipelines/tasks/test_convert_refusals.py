@@ -61,7 +61,7 @@ def test_the_source_is_never_touched(source: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     before = contents(folder)
     for target in ("a/source", "a/source/inside", "a", ".", "link", "link/inside", "a/x/../source"):
-        refused(folder, tmp_path, "is, holds or lies in the source", target, overwrite=True)
+        refused(folder, tmp_path, "is the source", target, overwrite=True)
     with pytest.raises(UserError, match="is or holds the run's own folder"):
         run_convert(RunConfig(Task.convert, ModelConfig(str(folder)), convert=ConvertConfig(str(tmp_path / "out"))),
                     tmp_path / "out" / "x", dump)  # fmt: skip

@@ -217,7 +217,7 @@ def test_scores_take_memory_for_a_few_rows_of_logits_and_blocks_of_a_prefix_cach
     assert [output.completions[0].token_ids for output in engine.generate(request)] == before
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
 def test_golden_nll_of_a_real_model() -> None:
     """golden.json: BOS and text in 64 non-overlapping windows of 256."""
     folder = SHARED / "data" / "models" / "babyllama_tok105"

@@ -47,7 +47,7 @@ ASKED = [
 @pytest.fixture(scope="module", params=[TINY, BABYLLAMA], ids=["tiny", "babyllama"])
 def models(request: pytest.FixtureRequest) -> tuple[QuintetLM, HFLM]:
     if not request.param.exists():
-        pytest.skip(f"{request.param.name} is not beside the repository")
+        pytest.skip(f"needs {request.param.name} of ../shared")
     ours = QuintetLM.create_from_arg_obj({"pretrained": request.param, "model.dtype": "float32"}, {"device": "cpu"})
     theirs = HFLM(pretrained=str(request.param), dtype="float32", device="cpu", batch_size=1)
     return ours, theirs
