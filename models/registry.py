@@ -70,7 +70,7 @@ ARCHITECTURES = {
         INV_FREQ,
     ),
     "bamba": Architecture("Bamba", "bamba.read_config", "bamba.Bamba"),
-    "bitnet": Architecture("BitNet b1.58, in floats", "bitnet.read_config", "bitnet.BitNet"),
+    "bitnet": Architecture("BitNet b1.58", "bitnet.read_config", "bitnet.BitNet"),
     "bloom": Architecture("BLOOM", "bloom.read_config", "bloom.Bloom"),
     "chatglm": Architecture("ChatGLM-6B", "chatglm.read_config", "chatglm.ChatGLM", INV_FREQ),
     "codegen": Architecture("CodeGen", "codegen.read_config", "codegen.CodeGen", MASKS),

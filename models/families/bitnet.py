@@ -1,5 +1,5 @@
-"""BitNet b1.58 (arXiv 2402.17764, 2504.12285) with weights in floats: Llama with a norm before each output projection. The
-gate is squared ReLU, or silu in the first models.
+"""BitNet b1.58 (arXiv 2402.17764, 2504.12285): Llama with a norm before each output projection. The gate is squared ReLU,
+or silu in the first models. `quantization/layouts/bitnet.py` reads ternary weights.
 
 T tokens, R output rows, E hidden channels, H heads, D channels per head.
 """
