@@ -11,7 +11,7 @@ from conf.decoding import warn_once
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import WeightFile
-from quantization.layouts import awq, bitnet, compressed_tensors, fp8, gptq, modelopt
+from quantization.layouts import autoround, awq, bitnet, compressed_tensors, fp8, gptq, modelopt
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import CPU, read_gguf_quantization, warn_of_unpacked
 from quantization.layouts.sparsity import read_sparsity
@@ -20,6 +20,7 @@ READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
     awq.METHOD: awq.read_awq,
     gptq.METHOD: gptq.read_gptq,
+    autoround.METHOD: autoround.read_autoround,
     fp8.METHOD: fp8.read_fp8,
     bitnet.METHOD: bitnet.read_bitnet,
     modelopt.METHOD: modelopt.read_modelopt,

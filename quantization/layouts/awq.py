@@ -65,6 +65,7 @@ def read_awq(config: ConfigReader) -> Awq:
     for key in NO_EFFECT:
         config.raw(key)
     check_autoround(config)
+    config.expect("extra_config", (None, {}), None)
     return Awq(WeightFormat(bits, symmetric=symmetric, group_size=group_size))
 
 

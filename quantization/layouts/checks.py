@@ -15,7 +15,7 @@ TUNING = """
     amp autoround_version batch_size dataset enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
     gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr minmax_lr not_use_best_mse nsamples provider quant_block_list
     scale_dtype seqlen supported_types to_quant_block_names train_bs act_data_type act_dynamic act_group_size act_sym
-    static_attention_granularity static_kv_granularity packing_format
+    static_attention_granularity static_kv_granularity packing_format model_free
 """.split()
 # AutoRound's keys that can change the meaning of a weight, with the values that do not change it.
 MEANINGS: dict[str, tuple[Any, ...]] = {
@@ -26,7 +26,6 @@ MEANINGS: dict[str, tuple[Any, ...]] = {
     "rotation_configs": (None, []),
     "static_attention_dtype": (None,),
     "static_kv_dtype": (None,),
-    "extra_config": (None, {}),
 }
 
 

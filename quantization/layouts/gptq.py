@@ -76,19 +76,20 @@ def read_gptq(config: ConfigReader) -> Gptq:
     config.expect("pack_dtype", ("int32",), "int32")
     config.expect("rotation", (None, ""), None)
     config.expect("adapter", (None, {}), None)
-    default = _read_format(config, None)
+    default = read_format(config, None)
     act_order = config.get("desc_act", bool, False)
     rules = config.section("dynamic")
     patterns = list(config.get("dynamic", dict, {}))
     for key in NO_EFFECT:
         config.raw(key)
     check_autoround(config)
+    config.expect("extra_config", (None, {}), None)
     return Gptq(
         default, tuple(_read_rule(rules, text, default) for text in patterns if rules), version == V1, act_order
     )
 
 
-def _read_format(config: ConfigReader, default: WeightFormat | None) -> WeightFormat:
+def read_format(config: ConfigReader, default: WeightFormat | None) -> WeightFormat:
     """Read the format of a config, or of a rule. A rule inherits the values of `default` that it does not set."""
     bits = config.expect("bits", (4, 8), default.bits if default else None)
     symmetric = config.get("sym", bool, default.symmetric if default else True)
@@ -110,7 +111,7 @@ def _read_rule(rules: ConfigReader, text: str, default: WeightFormat) -> tuple[r
     rule = rules.section(text)
     if rule is None:
         return pattern, default
-    format = _read_format(rule, default)
+    format = read_format(rule, default)
     rule.raw("desc_act")  # ignored: the file stores the group of each channel
     if unread := rule.unread():
         raise UserError(f"quantization_config: dynamic: {text!r} has settings that are not known: {', '.join(unread)}")

@@ -105,18 +105,54 @@ def test_a_model_is_its_twin(case: str, tmp_path: Path) -> None:
     assert_same_model(*write_case(case, tmp_path))
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "autoround_version": "0.16.1"}
+
+
 def test_rules_change_layers_and_leave_some_out(tmp_path: Path) -> None:
+    """Rules of GPTQModel, and AutoRound's settings of layers in its own form."""
     rules = {r"-:.*\.1\.mlp": {}, r"+:.*k_proj": {"bits": 8, "group_size": -1}, r"model.*v_proj": {"sym": False}}
-    config = GPTQ | {"dynamic": rules}
+    layers = {
+        r"layers\.1\.mlp\..*": {"bits": 16, "data_type": "float"},
+        "k_proj": {"bits": 8, "group_size": -1},
+        "model.layers.0.self_attn.v_proj": {"sym": False},
+        "model.layers.1.self_attn.v_proj": {"sym": False, "act_bits": 16},
+    }
+    files = {
+        "gptq": GPTQ | {"dynamic": rules},
+        "v1": AUTO_ROUND | {"extra_config": layers, "block_name_to_quantize": "model.layers"},
+        "v2": AUTO_ROUND | {"extra_config": layers, "packing_format": "auto_round"},
+    }
+    for form, config in files.items():
+        version = {"checkpoint_format": "gptq_v2"} if form == "v2" else {}
 
-    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        layer_settings = {"k_proj": {"bits": 8, "group_size": -1}, "v_proj": {"sym": False}}.get(
-            name.split(".")[-1], {}
-        )
-        return ({"weight": weight}, weight) if ".1.mlp" in name else gptq_tensors(weight, config | layer_settings)
+        def encode(
+            name: str, weight: Tensor, settings: dict[str, Any] = config | version, form: str = form
+        ) -> tuple[dict[str, Tensor], Tensor]:
+            layer_settings = {"k_proj": {"bits": 8, "group_size": -1}, "v_proj": {"sym": False}}.get(
+                name.split(".")[-1], {}
+            )
+            if ".1.mlp" in name:
+                return {"weight": weight}, weight
+            tensors, expected = gptq_tensors(weight, settings | layer_settings)
+            if form != "gptq":  # AutoRound writes no order
+                del tensors["g_idx"]
+            return tensors, expected
 
-    packed, floats = write_twins(tmp_path, config, encode)
-    assert_same_model(packed, floats)
+        assert_same_model(*write_twins(tmp_path / form, config, encode))
+
+
+def test_autoround_writes_awq_tensors(tmp_path: Path) -> None:
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 16}}}
+    assert_same_model(*write_twins(tmp_path, config, lambda name, weight: awq_tensors(weight, 32, symmetric=True)))
+    for message, others in {
+        "packing_format='auto_round:fp8' is not supported": {"packing_format": "auto_round:fp8"},
+        "several formats or bits=8": {"extra_config": {".*q_proj": {"group_size": 64}}},
+        "act_bits=8 is not supported": {"act_bits": 8},
+        "'lm_head' has unknown settings: rank": {"extra_config": {"lm_head": {"rank": 3}}},
+        "could take too long": {"extra_config": {"(((a*)*)*)*b": {}}},
+    }.items():
+        with pytest.raises(UserError, match=message):
+            quantization(config | others)
 
 
 def test_biases_of_zero_that_old_files_have(tmp_path: Path) -> None:
