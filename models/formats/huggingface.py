@@ -16,6 +16,7 @@ from conf.support.signals import interrupts_waiting
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import dense_config, dense_files
+from models.formats.bitsandbytes import float_config, float_files
 from models.formats.mxfp4 import packed_config
 from models.formats.renamed import renamed
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
@@ -32,10 +33,10 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open the checkpoint in a folder; only the text model if it is multimodal."""
     values = _with_modelopt(ConfigReader.from_folder(folder).values, folder)
-    config = ConfigReader(packed_config(dense_config(values)), str(folder / CONFIG))
+    config = ConfigReader(float_config(packed_config(dense_config(values))), str(folder / CONFIG))
 
     def open_files() -> list[WeightFile]:
-        return dense_files(open_weight_files(folder, allow_pickle))
+        return float_files(dense_files(open_weight_files(folder, allow_pickle)))
 
     generation_config = read_json(folder / GENERATION_CONFIG)
     return checkpoint_of(folder, config, generation_config, open_files, partial(load_tokenizer, folder))

@@ -115,11 +115,11 @@ class RequestFactory:
         if decode.thinking.max_tokens is None:
             return None
         thinking = Thinking.begin(decode.thinking, self.tokenizer, prompt_token_ids)
-        self._check_ids("token id of decode.thinking.closing", thinking.limit.closing)
+        self.check_ids("token id of decode.thinking.closing", thinking.limit.closing)
         return thinking
 
     def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
-        self._check_ids("prediction token id", token_ids)
+        self.check_ids("prediction token id", token_ids)
         speculate, order = params.speculate, params.speculation.order
         if token_ids and (speculate, order) != (Speculate.ngram, DraftOrder.longest):
             drafts = f"decode.speculate={speculate.name} decode.speculation.order={order.name}"
@@ -157,20 +157,20 @@ class RequestFactory:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer adds no BOS: give a prompt with text")
-        self._check_ids("prompt token id", token_ids)
+        self.check_ids("prompt token id", token_ids)
 
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that are invalid with every prompt."""
         check_max_length(decode, self.config.context)
         if reason := self.config.unavailable_proposers.get(decode.speculate):
             raise UserError(f"decode.speculate={decode.speculate.name} {reason}")
-        self._check_ids("stop token id", decode.stop_token_ids)
-        self._check_ids("allowed token id", decode.allowed_token_ids)
-        self._check_ids("logit_bias token id", decode.logit_bias or {})
+        self.check_ids("stop token id", decode.stop_token_ids)
+        self.check_ids("allowed token id", decode.allowed_token_ids)
+        self.check_ids("logit_bias token id", decode.logit_bias or {})
         sequences = [*(decode.bad_words_ids or []), *(ids for ids, _ in decode.sequence_bias or [])]
-        self._check_ids("token id of a sequence", chain.from_iterable(sequences))
-        self._check_ids("suppressed token id", decode.suppress_tokens or [])
-        self._check_ids("forced token id", [*_ids(decode.forced_bos_token_id), *_ids(decode.forced_eos_token_id)])
+        self.check_ids("token id of a sequence", chain.from_iterable(sequences))
+        self.check_ids("suppressed token id", decode.suppress_tokens or [])
+        self.check_ids("forced token id", [*_ids(decode.forced_bos_token_id), *_ids(decode.forced_eos_token_id)])
         for name in ("stop", "bad_words"):
             if getattr(decode, name) and self.tokenizer is None:
                 remedy = "give token ids instead, or model.tokenizer=PATH"
@@ -195,7 +195,8 @@ class RequestFactory:
         pieces = [tokenizer.token_bytes(id) or b"" for id in range(self.vocab_size)]
         return find_breakers(pieces, texts, lambda text: tokenizer.encode(text, False))
 
-    def _check_ids(self, kind: str, ids: Iterable[int]) -> None:
+    def check_ids(self, kind: str, ids: Iterable[int]) -> None:
+        """Raise UserError for an id that is not in the vocabulary. `kind` names the ids in the message."""
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
             raise UserError(f"{kind} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 

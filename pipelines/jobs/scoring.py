@@ -193,8 +193,11 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
 def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
     """Return the hidden states [R, E] that predict the windows' scored tokens.
 
-    A window's last token predicts no token of the window, so it is not computed.
+    A window's last token predicts no token of the window, so it is not computed. Raises UserError for a token that the
+    model does not have.
     """
+    for window in windows:
+        engine.requests.check_ids("token id of a text", window.token_ids)
     return engine.hidden_states(
         [window.token_ids[:-1] for window in windows], [window.num_scored for window in windows]
     )

@@ -183,7 +183,7 @@ def test_an_impossible_group_index() -> None:
 @each(
     ("change", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported: only .*compressed-tensors"),
+        ({"quant_method": "quark"}, "quant_method='quark' is not supported: only .*compressed-tensors"),
         ({"format": "marlin-24"}, "format='marlin-24' is not supported"),
         ({"config_groups": {}}, "config_groups is empty"),
         (

@@ -1,6 +1,7 @@
 """Quantise the layers of an engine's float model in order, on calibration samples."""
 
 from dataclasses import replace
+from itertools import chain
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig
@@ -60,6 +61,7 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
     sizes = engine.block_size, engine.capabilities.is_recurrent
 
     def batch(prompts: list[list[int]]) -> Batch:
+        engine.requests.check_ids("token id of the calibration texts", chain.from_iterable(prompts))
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
         features = [engine.executor.prompt_features(prompt) for prompt in prompts]
         return engine.executor.on_device(prompt_batch(prompts, list(map(len, prompts)), tables, features, *sizes))

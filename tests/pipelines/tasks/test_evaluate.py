@@ -23,7 +23,8 @@ from conf.schema import RunConfig, Task
 from conf.tasks import EvaluateConfig, PredictConfig
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.engine.operations import Logits
-from pipelines.jobs.scoring import score, sliding_windows
+from pipelines.jobs.scoring import Window, score, sliding_windows
+from pipelines.loading.quantize.layers import calibration_batches
 from pipelines.tasks.evaluate import run_evaluate
 from pipelines.tasks.evaluate_data import ask, is_right, read_questions, read_texts
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
@@ -215,6 +216,9 @@ def test_scores_take_memory_for_a_few_rows_of_logits_and_blocks_of_a_prefix_cach
     alone = score(engine_of(chatty), windows).nll
     assert score(engine, windows).nll == alone
     assert [output.completions[0].token_ids for output in engine.generate(request)] == before
+    for check in lambda ids: score(engine, [Window(ids, 2)]), lambda ids: calibration_batches(engine, [ids]):
+        with pytest.raises(UserError, match=r"token id of .* 10000 is not in the vocabulary"):  # of another tokenizer
+            check([2, 3, 10_000])
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real models of ../shared")
