@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from conf.compose import dump
+from conf.pooling import EmbedConfig
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from conf.tasks import PredictConfig
@@ -101,7 +102,8 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
 def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     write_qwen3_embedding(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
-    run = RunConfig(model=ModelConfig(path=str(tmp_path), dtype=DType.float32), device=DeviceConfig(DeviceType.cpu))
+    model, told = ModelConfig(path=str(tmp_path), dtype=DType.float32), EmbedConfig(instruction="a: ")
+    run = RunConfig(Task.serve, model, device=DeviceConfig(DeviceType.cpu), embed=told)
     texts = ["dogs", "a cat sat on the mat " * 200]
 
     async def test() -> Any:
@@ -109,8 +111,8 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
             return await answer(client, open_tokenizer(tmp_path), input=texts)
 
     body = run_async(test())
-    expected = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")(texts)
-    assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), expected)
+    pipe = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu", instruction="a: ")
+    assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), pipe(texts))
     assert 7 < body["usage"]["prompt_tokens"] <= 14
 
 
