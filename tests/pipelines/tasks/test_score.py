@@ -108,6 +108,8 @@ def test_qwen3_reranker(tmp_path: Path, instruction: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     pairs = [("What is 3 + 4?", "It is 7."), ("yes or no", "\n\nno </s>"), ("", "今天天气很好"), ("a", "yes " * 20)]
     options = {} if instruction is None else {"instruction": instruction}
+    modules = [{"type": f"sentence_transformers.{name}"} for name in ("Transformer", "LogitScore")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))  # without a Pooling: not an embedding model
     rows = [{"query": query, "document": document} for query, document in pairs]
     told = ScoreConfig(**options).instruction
     expected = [card_score(reference, tokenizer, *pair, told) for pair in pairs]
