@@ -15,7 +15,10 @@ class PoolingMode(Enum):
 
 @dataclass
 class EmbedConfig:
-    """A vector per row. The settings of `predict` define the rows and how they run."""
+    """A vector per row. The settings of `predict` define the rows and how they run.
+
+    task=score and task=serve read these settings if the model is an embedding model.
+    """
 
     pooling: PoolingMode = PoolingMode.auto
     normalize: bool | None = None

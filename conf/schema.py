@@ -322,7 +322,7 @@ class RunConfig:
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     export: ExportConfig = option(factory=ExportConfig, only_with=_of(Task.export))
     prefix: PrefixConfig = option(factory=PrefixConfig, only_with=_of(Task.prefix))
-    embed: EmbedConfig = option(factory=EmbedConfig, only_with=_of(Task.embed))
+    embed: EmbedConfig = option(factory=EmbedConfig, only_with=_of(Task.embed, Task.score, Task.serve))
     score: ScoreConfig = option(factory=ScoreConfig, only_with=_of(Task.score))
     chat: ChatConfig = option(factory=ChatConfig, only_with=_of(Task.chat))
     serve: ServeConfig = option(factory=ServeConfig, only_with=_of(Task.serve))

@@ -90,7 +90,14 @@ class ServeConfig:
     )
     """Address of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces (extra `otel`).
 
-    null: no traces. Spans contain no texts.
+    null: no traces.
+    """
+    trace_texts: bool = option(
+        False, only_with={"traces": is_set(give="ADDRESS", reason="without which there are no spans")}
+    )
+    """Add the texts of prompts and answers to the spans, at most 65,536 characters per attribute.
+
+    Everyone who can read the traces can read them.
     """
     replicas: int = option(1, minimum=1)
     """Engines that share the requests; more than one run on Ray."""

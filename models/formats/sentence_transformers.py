@@ -59,6 +59,11 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
     return EmbeddingFiles(pooling, normalizes, prompts, default, max_tokens)
 
 
+def is_embedding_model(folder: Path) -> bool:
+    """Return whether the files in a checkpoint's folder define a pooling."""
+    return folder.is_dir() and "Pooling" in _module_kinds(_read_module_list(folder))
+
+
 def copy_embedding_files(source: Path, folder: Path) -> None:
     """Copy the files of a checkpoint to another folder, with their subfolders."""
     for pattern in (MODULES, PROMPTS, TRANSFORMER, "*_Pooling/config.json"):
@@ -70,11 +75,8 @@ def copy_embedding_files(source: Path, folder: Path) -> None:
 
 def _read_modules(folder: Path) -> tuple[str | None, bool]:
     """Return the pooling (None if no module pools), and whether vectors are normalised."""
-    file = folder / MODULES
-    modules = read_json_value(file) if file.is_file() else []
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise UserError(f"{file} is not a list of objects")
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    file, modules = folder / MODULES, _read_module_list(folder)
+    kinds = _module_kinds(modules)
     if kinds and kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UserError(
             f"{file} has the modules {', '.join(kinds)}: only Transformer, Pooling and Normalize, in this order, are supported"
@@ -85,6 +87,19 @@ def _read_modules(folder: Path) -> tuple[str | None, bool]:
     if path not in [entry.name for entry in folder.iterdir()]:
         raise UserError(f"{file}: path={shortened(repr(path))} is not a folder next to it")
     return _read_pooling(folder / path / "config.json"), "Normalize" in kinds
+
+
+def _read_module_list(folder: Path) -> list[dict[str, Any]]:
+    file = folder / MODULES
+    modules = read_json_value(file) if file.is_file() else []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UserError(f"{file} is not a list of objects")
+    return modules
+
+
+def _module_kinds(modules: list[dict[str, Any]]) -> list[str]:
+    """Return the class names of the modules."""
+    return [str(module.get("type", "")).rpartition(".")[2] for module in modules]
 
 
 def _read_pooling(file: Path) -> str:

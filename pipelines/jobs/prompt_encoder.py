@@ -54,7 +54,7 @@ class PromptEncoder:
         if row.error is not None:
             raise UserError(row.error)
         if row.pair is not None:
-            raise UserError("query and document are scored by task=score with a reranker: give a prompt")
+            raise UserError("query and document are scored by task=score: give a prompt")
         prompt = self._truncated(row, self._input(row))
         if row.prediction is None:
             return prompt

@@ -33,7 +33,7 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
     pair: tuple[str, str] | None = None
-    """A query and a document, for a reranker."""
+    """A query and a document, for a reranker or an embedding model."""
     source: dict[str, Any] | None = field(default=None, compare=False)
     """`src` and `tgt` of the input, if the row has them."""
     decode: dict[str, Any] = field(default_factory=dict)

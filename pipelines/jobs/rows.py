@@ -1,10 +1,13 @@
 """Run the rows of a job on an engine: a task makes a request from each row, and a record from its output."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import torch
 
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
@@ -48,13 +51,47 @@ class Counts:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """The engine request of a row."""
+    """The engine requests of a row."""
 
     request: Request
     """Its id is the row's index."""
     prompt: EncodedPrompt
     answer: Callable[[Output], Row] | None = None
     """Formats the output as a line of an OpenAI batch; None if the row is not a line of a batch."""
+    more: tuple[Request, ...] = ()
+    """Further requests of the row, for vectors that are compared. They have the same id."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.request, *self.more
+
+
+class RowOutputs:
+    """Joins the outputs of a row's requests."""
+
+    def __init__(self) -> None:
+        self._ended: dict[int, list[Output]] = {}
+
+    def add(self, output: Output, num_requests: int) -> Iterator[Output]:
+        """Yield the row's output if all its requests have ended. Vectors of several requests are stacked, in any
+        order."""
+        ended = self._ended.setdefault(output.request_id, [])
+        ended.append(output)
+        if len(ended) == num_requests:
+            yield _joined(self._ended.pop(output.request_id))
+
+
+def _joined(outputs: list[Output]) -> Output:
+    if len(outputs) == 1:
+        return outputs[0]
+    error = next((output.error for output in outputs if output.error is not None), None)
+    return replace(
+        outputs[0],
+        num_prompt_tokens=sum(output.num_prompt_tokens for output in outputs),
+        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
+        pooled=None if error else torch.stack([output.pooled for output in outputs]),
+        error=error,
+    )
 
 
 @dataclass(frozen=True)
@@ -71,8 +108,10 @@ class Variation:
     """Called with each output."""
 
     def of(self, row_request: RowRequest) -> RowRequest:
-        request = row_request.request
-        return replace(row_request, request=replace(request, params=replace(request.params, **self.params)))
+        request, *more = (
+            replace(request, params=replace(request.params, **self.params)) for request in row_request.requests
+        )
+        return replace(row_request, request=request, more=tuple(more))
 
 
 AS_LOADED = Variation()
@@ -116,7 +155,7 @@ class EngineRows(ABC):
 
     @abstractmethod
     def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        """Return the request of a row. An exception becomes the row's error."""
+        """Return the requests of a row. An exception becomes the row's error."""
 
     @abstractmethod
     def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
@@ -142,8 +181,11 @@ class EngineRows(ABC):
     ) -> Generator[list[Record], None, None]:
         """Yield the records of the rows that each step finished, as `RowExecutor.steps` does."""
         running: dict[int, tuple[PromptRow, RowRequest | None]] = {}
+        waiting, row_outputs = deque[Request](), RowOutputs()
 
         def next_request() -> Request | Output | None:
+            if waiting:
+                return waiting.popleft()
             row = next_row()
             if row is None:
                 return None
@@ -153,13 +195,19 @@ class EngineRows(ABC):
                 running[row.index] = row, None
                 return Output(row.index, [], 0, 0, error=error)
             running[row.index] = row, row_request
+            waiting.extend(row_request.more)
             return row_request.request
+
+        def finished(output: Output) -> Iterator[Record]:
+            row_request = running[output.request_id][1]
+            for whole in row_outputs.add(output, len(row_request.requests) if row_request else 1):
+                yield self._record(*running.pop(output.request_id), whole)
 
         with closing(self.engine.steps(next_request, variation.max_num_requests, variation.max_tokens)) as steps:
             for outputs in steps:
                 for output in outputs:
                     variation.observe(output)
-                yield [self._record(*running.pop(output.request_id), output) for output in outputs]
+                yield [record for output in outputs for record in finished(output)]
 
     def _record(self, row: PromptRow, row_request: RowRequest | None, output: Output) -> Record:
         if output.error is not None:

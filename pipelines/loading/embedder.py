@@ -9,7 +9,6 @@ from conf.errors import UserError, list_known_names
 from conf.pooling import EmbedConfig, PoolingMode
 from conf.tasks import PredictConfig
 from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
-from models.heads import HeadKind
 from models.tokenizers import Tokenizer
 from models.tokenizers.truncation import truncated
 from pipelines.engine import Engine, Output
@@ -25,10 +24,10 @@ NAME = re.compile(r"[\w-]+")  # the name of an instruction; an instruction's tex
 class Embedder(Pooler):
     """Computes vectors from rows, by the `embed` settings of the run."""
 
-    head = HeadKind.none
+    section = "embed"
 
     def __init__(self, config: EmbedConfig, predict: PredictConfig, source: ModelSource, engine: Engine) -> None:
-        super().__init__(config, predict, source, engine)
+        super().__init__(predict, engine)
         files = read_embedding_files(source.checkpoint.path)
         mode = config.pooling.name if config.pooling is not PoolingMode.auto else files.pooling or "last"
         self._pooling = Pooling[mode]
@@ -60,34 +59,52 @@ class Embedder(Pooler):
         outputs: int = self.engine.executor.model.head.shape[0]  # type: ignore[index, assignment]
         return outputs
 
-    def instruction_of(self, *names: str) -> str:
-        """Return the instruction of a query or a document that are compared: the checkpoint's prompt of the first of
-        these names, as in sentence-transformers, unless embed.instruction or the checkpoint lacks it."""
+    @property
+    def query_instruction(self) -> str:
+        """Return the instruction of a query that is compared with documents: embed.instruction, else the checkpoint's
+        prompt of this name, as in sentence-transformers, else its default."""
+        return self._instruction_of("query")
+
+    @property
+    def document_instruction(self) -> str:
+        """Return the instruction of a document that is compared with a query, as `query_instruction`."""
+        return self._instruction_of("document", "passage", "corpus")
+
+    def _instruction_of(self, *names: str) -> str:
         return next((self._prompts[name] for name in names if name in self._prompts), self._instruction)
 
-    def encode(self, row: PromptRow) -> EncodedPrompt:
-        """Return the row's tokens: the instruction, the prompt, and an eos if the tokenizer's settings request one.
-
-        A prompt is truncated to the checkpoint's max_seq_length, as in sentence-transformers.
-        """
+    def encode(self, row: PromptRow) -> list[EncodedPrompt]:
+        """Return the row's tokens. An instruction is put before a prompt."""
         if row.prompt is None:
             if self._instruction and row.error is None:
                 raise UserError(
                     "embed.instruction stands before a prompt, and the row has none: give a prompt, or embed.instruction=''"
                 )
-            return self._encoder.encode(row)
-        text, end = self._instruction + row.prompt, [] if self._eos is None else [self._eos]
-        token_ids, num_truncated = self._encoder.encode(PromptRow(row.index, prompt=text)).token_ids, 0
+            return [self._encoder.encode(row)]
+        return [self.encode_text(self._instruction + row.prompt)]
+
+    def encode_text(self, text: str) -> EncodedPrompt:
+        """Return the tokens of a text, which begins with its instruction, and an eos if the tokenizer's settings
+        request one.
+
+        A text is truncated to the checkpoint's max_seq_length, as in sentence-transformers. Raises UserError for a text
+        that is not Unicode.
+        """
+        end = [] if self._eos is None else [self._eos]
+        token_ids, num_truncated = self._encoder.encode(PromptRow(0, prompt=text)).token_ids, 0
         if self._max_tokens and self.engine.tokenizer:
             most = self._max_tokens - len(end)
             token_ids, num_truncated = truncated(self.engine.tokenizer, text, token_ids, most)
         return EncodedPrompt(text, [*token_ids, *end], num_truncated=num_truncated)
 
     def values(self, output: Output) -> Tensor:
-        vector: Tensor = output.pooled  # [E]
+        return self.vector(output.pooled)
+
+    def vector(self, pooled: Tensor) -> Tensor:
+        """Return the float32 vector [E] of a prompt's pooled hidden states [E]."""
         if not self._normalizes:
-            return vector
-        exact = vector.double()
+            return pooled
+        exact = pooled.double()
         return exact.div(exact.norm().clamp(min=1e-12)).float()  # torch's normalize uses the same minimum norm
 
 

@@ -17,6 +17,7 @@ from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.formats.manifest import verify_manifest
+from models.formats.sentence_transformers import is_embedding_model
 from models.heads import HeadKind
 from models.meta_model import open_model
 from models.registry import Architecture, find_architecture
@@ -101,8 +102,9 @@ def replace_model_path(model: ModelConfig, folder: Path) -> ModelConfig:
 def resolve_model(config: ModelConfig, head: HeadKind | None = HeadKind.vocabulary) -> ModelSource:
     """Open the checkpoint of `model.path`. With `model.verify` all its files are first compared with the manifest.
 
-    `head`: the head that the task needs; None: the checkpoint's own. Raises UserError if there is no checkpoint, if it
-    is damaged, if its architecture is not supported, and if it lacks a vocabulary head that is needed.
+    `head`: the head that the task needs; None: the checkpoint's own, which is no head for an embedding model. Raises
+    UserError if there is no checkpoint, if it is damaged, if its architecture is not supported, and if it lacks a
+    vocabulary head that is needed.
     """
     path = find_checkpoint(
         config.path, config.weights is Weights.checkpoint, config.allow_pickle, config.hub, config.revision
@@ -121,10 +123,14 @@ def source_of(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None
     if head is HeadKind.vocabulary and architecture.head is HeadKind.labels:
         names = ", ".join(checkpoint.config.raw("architectures"))
         raise UserError(f"{checkpoint.path} is a {names}, which scores a text and predicts no token: give task=score")
-    if head is HeadKind.none:
+    if _is_without_head(checkpoint, head):
         architecture = replace(architecture, head=HeadKind.none)
     has_weights = config.weights is Weights.checkpoint
     return ModelSource(checkpoint, architecture, architecture.read_config(checkpoint.config), has_weights)
+
+
+def _is_without_head(checkpoint: Checkpoint, head: HeadKind | None) -> bool:
+    return head is HeadKind.none or (head is None and is_embedding_model(checkpoint.path))
 
 
 def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
@@ -143,5 +149,5 @@ def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind |
             raise UserError(
                 f"{option} is not used by an exported model: leave it out, or give the model that it was made of"
             )
-    architecture = replace(EXPORTED, head=HeadKind.none) if head is HeadKind.none else EXPORTED
+    architecture = replace(EXPORTED, head=HeadKind.none) if _is_without_head(checkpoint, head) else EXPORTED
     return ModelSource(checkpoint, architecture, description.shape, True, description)

@@ -26,10 +26,10 @@ class Scorer(Pooler):
     probability of yes against no.
     """
 
-    head = None
+    section = "score"
 
     def __init__(self, config: ScoreConfig, predict: PredictConfig, source: ModelSource, engine: Engine) -> None:
-        super().__init__(config, predict, source, engine)
+        super().__init__(predict, engine)
         self._num_labels = source.architecture.num_labels
         config_file = source.checkpoint.config
         self._pad, self._problem_type = config_file.raw("pad_token_id"), config_file.raw("problem_type")
@@ -66,11 +66,11 @@ class Scorer(Pooler):
             return "none"
         return ACTIVATIONS.get(str(self._problem_type), "sigmoid" if self._num_labels == 1 else "softmax")
 
-    def encode(self, row: PromptRow) -> EncodedPrompt:
+    def encode(self, row: PromptRow) -> list[EncodedPrompt]:
         if row.pair is not None:
-            return EncodedPrompt(None, self._encode_pair(*row.pair))
+            return [EncodedPrompt(None, self._encode_pair(*row.pair))]
         prompt = self._encoder.encode(row)
-        return replace(prompt, token_ids=self.without_padding(prompt.token_ids))
+        return [replace(prompt, token_ids=self.without_padding(prompt.token_ids))]
 
     def without_padding(self, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the last token that is not padding, whose output classifiers in transformers use."""

@@ -4,7 +4,7 @@ Dimensions: N rows, O numbers per row.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -16,13 +16,13 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError, list_known_names
 from conf.pooling import PoolingMode
 from conf.schema import RunConfig
-from pipelines.engine import Request
+from pipelines.engine import Output, Request
 from pipelines.jobs.prompts import rows_from_python
-from pipelines.loading.embedder import Embedder
+from pipelines.jobs.rows import RowOutputs, RowRequest
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.model_source import OpenModel
-from pipelines.loading.pooler import Pooler, open_pooler
-from pipelines.loading.scorer import Scorer
+from pipelines.loading.open_pooler import open_pooler, pooler_of
+from pipelines.loading.pooler import Pooler
 
 OF_ROWS = ("batch_size", "add_special_tokens", "chat_template", "prefix", "adapter")
 """Settings of `predict` that are also arguments."""
@@ -45,12 +45,11 @@ class PooledPipeline:
     """
 
     task: str
-    pooler: type[Pooler]
 
     def __init__(self, run: RunConfig, open_model: OpenModel | None = None, **arguments: Any) -> None:
         self.run = self._with(run, arguments)
         with explained_out_of_memory():
-            self._source, pooler = open_pooler(self.pooler, self.run, open_model=open_model)
+            self._source, pooler = open_pooler(self.run, open_model=open_model)
         self.engine, self.tokenizer = pooler.engine, pooler.engine.tokenizer
         self._turn = threading.Lock()
 
@@ -70,15 +69,27 @@ class PooledPipeline:
             most = f"the {self.engine.config.max_num_requests} that this pipeline was made for"
             raise UserError(f"batch_size={run.predict.batch_size} is more than {most}: give fewer, or make it for more")
         with self._turn, explained_out_of_memory():
-            pooler = self.pooler(getattr(run, run.task.name), run.predict, self._source, self.engine)
-            values_by_row: dict[int, NDArray[np.float32]] = {}
-            with closing(self.engine.generate(_requests(pooler, run.decode, rows), run.predict.batch_size)) as outputs:
-                for output in outputs:
-                    if output.error:
-                        raise output.error
-                    values_by_row[output.request_id] = pooler.values(output).numpy()
+            pooler = pooler_of(run, self._source, self.engine)
+            with closing(self._outputs(pooler, run, rows)) as outputs:
+                values_by_row = {output.request_id: pooler.values(output).float().numpy() for output in outputs}
         stacked = [values_by_row[index] for index in range(len(values_by_row))]
         return np.stack(stacked) if stacked else np.empty((0, pooler.num_values), np.float32)
+
+    def _outputs(self, pooler: Pooler, run: RunConfig, rows: Any) -> Generator[Output, None, None]:
+        """Yield the output of each row, in any order."""
+        num_requests: dict[int, int] = {}
+
+        def requests() -> Iterator[Request]:
+            for row_request in _row_requests(pooler, run.decode, rows):
+                num_requests[row_request.request.id] = len(row_request.requests)
+                yield from row_request.requests
+
+        row_outputs = RowOutputs()
+        with closing(self.engine.generate(requests(), run.predict.batch_size)) as outputs:
+            for output in outputs:
+                if output.error:
+                    raise output.error
+                yield from row_outputs.add(output, num_requests[output.request_id])
 
     def _with(self, run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
         section = getattr(run, run.task.name)
@@ -107,18 +118,18 @@ class PooledPipeline:
 class EmbeddingPipeline(PooledPipeline):
     """Computes vectors. Arguments: `pooling`, `normalize`, `instruction`, and the names in OF_ROWS."""
 
-    task, pooler = "embed", Embedder
+    task = "embed"
 
 
 class ScorePipeline(PooledPipeline):
     """Computes scores. Arguments: `instruction`, and the names in OF_ROWS."""
 
-    task, pooler = "score", Scorer
+    task = "score"
 
 
-def _requests(pooler: Pooler, decode: DecodeConfig, rows: Any) -> Iterator[Request]:
+def _row_requests(pooler: Pooler, decode: DecodeConfig, rows: Any) -> Iterator[RowRequest]:
     for row in rows_from_python(rows):
         try:
-            yield pooler.request(row, decode).request
+            yield pooler.request(row, decode)
         except UserError as error:
             raise UserError(f"row {row.index}: {error}") from error

@@ -30,7 +30,10 @@ async def completions(body: CompletionRequest, session: EngineSession, chat: Cha
     most = session.info.context_length
     prompts = await encode_prompts(chat, body.prompts, lambda text: encode_text(chat.tokenizer, text, special, most))
     generation = Generation(body, prompts, session.info, session.context, chat.tokenizer)
-    return await continued(session, generation, CompletionWriter(generation, body), bool(body.stream))
+    if (traced := session.record.texts) is not None:
+        texts = [prompt if isinstance(prompt, str) else generation.texts.joined(prompt) for prompt in body.prompts]
+        traced.ask([{"role": "user", "content": text} for text in texts])
+    return await continued(session, generation, CompletionWriter(generation, body, traced), bool(body.stream))
 
 
 async def respond(body: response_requests.ResponseRequest, session: EngineSession, chat: Chat) -> Result:
@@ -60,32 +63,42 @@ async def response_writer(
         is_stored = session.response_store is not None and body.store is not False
         # A stored response has an id that the client cannot choose.
         id = uuid4().hex if is_stored else session.record.id
-        return ResponseWriter(body, id, await _chat(body.chat(), session, chat, has_ids=False), is_stored)
+        writer = await _chat(body.chat(), session, chat, has_ids=False, has_instructions=bool(body.instructions))
+        return ResponseWriter(body, id, writer, is_stored)
 
 
 async def message(body: message_requests.MessagesRequest, session: EngineSession, chat: Chat) -> Result:
     """Generate the next message of a conversation, in the format of Anthropic's API."""
     with renamed_errors(message_requests.NAMES):
-        writer = await _chat(body.chat_request(), session, chat, has_ids=False, cuts_length=True)
+        request, has_system = body.chat_request(), bool(body.system)
+        writer = await _chat(request, session, chat, has_ids=False, cuts_length=True, has_instructions=has_system)
         return await continued(session, writer.generation, MessageWriter(writer), bool(body.stream))
 
 
 async def _chat(
-    body: ChatRequest, session: EngineSession, chat: Chat, has_ids: bool = True, cuts_length: bool = False
+    body: ChatRequest,
+    session: EngineSession,
+    chat: Chat,
+    has_ids: bool = True,
+    cuts_length: bool = False,
+    has_instructions: bool = False,
 ) -> ChatWriter:
     """Return the writer of the answer to a conversation. Raises ApiError.
 
     `has_ids`: whether streams of this kind have event ids, so that a client can resume them. `cuts_length`: whether a
     length that does not fit is reduced. Agents give the largest length of a hosted model in every request.
+    `has_instructions`: as for `TracedTexts.ask`.
     """
     if session.context.last_event_id is not None and not has_ids:
         raise bad_request(f"streams of this route have no event ids and cannot be resumed: leave {HEADER} out", HEADER)
+    if (traced := session.record.texts) is not None:
+        traced.ask(body.conversation(), has_instructions)
     prompt = await chat.encode(body, session.info.context_length)
     session.record.warnings += prompt.warnings
     if cuts_length:
         body = _cut(body, session, len(prompt.token_ids))
     generation = Generation(body, [prompt.token_ids], session.info, session.context, chat.tokenizer, prompt.settings)
-    return ChatWriter(generation, body, prompt.reader)
+    return ChatWriter(generation, body, prompt.reader, traced)
 
 
 def _cut(body: ChatRequest, session: EngineSession, num_prompt: int) -> ChatRequest:

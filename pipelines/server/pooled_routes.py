@@ -27,7 +27,6 @@ from pipelines.server.api.ranking import (
     PairsRequest,
     RerankRequest,
     ScoreRequest,
-    cosine_similarities,
     rerank_body,
     score_body,
 )
@@ -94,7 +93,7 @@ async def _scores(body: PairsRequest, session: EngineSession, chat: Chat, param:
     outputs = await _pooled(prompts, session, param)
     num_tokens = sum(map(len, prompts))
     if model.pooled == "vector":
-        return await asyncio.to_thread(cosine_similarities, outputs, body.pairs.indices), num_tokens
+        return await asyncio.to_thread(body.pairs.cosines, outputs), num_tokens
     activation = "none" if body.use_activation is False else model.activation
     return [probabilities(output, activation)[0] for output in outputs], num_tokens
 

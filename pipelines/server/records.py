@@ -1,12 +1,14 @@
-"""The record of each answered request, and the log requests.jsonl. Neither contains prompts or generated text."""
+"""The record of each answered request, and the log requests.jsonl, which contains no prompts or generated text."""
 
 import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from pipelines.server.api.traced_texts import TracedTexts
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,11 @@ class Record:
     """The headers traceparent and tracestate of the client (W3C Trace Context)."""
     client: dict[str, Any] | None = None
     """Client identification from the body: user, metadata, safety_identifier, prompt_cache_key."""
+    texts: TracedTexts | None = None
+    """The texts for the trace. None without serve.trace_texts."""
+
+    def collect_texts(self) -> None:
+        self.texts = TracedTexts()
 
 
 class RecordLog(Protocol):
@@ -71,7 +78,8 @@ class RequestLog:
 
     def write(self, record: Record) -> None:
         try:
-            os.write(self._file, json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n")
+            values = {name: value for name, value in vars(record).items() if name != "texts"}
+            os.write(self._file, json.dumps(values, separators=(",", ":")).encode() + b"\n")
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:

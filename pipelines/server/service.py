@@ -127,6 +127,8 @@ class Service:
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         record.settings = body.model_dump(include=SETTINGS, exclude_none=True) or None
         record.answer_id = prefix + record.id
+        if self.config.trace_texts:
+            record.collect_texts()
         adapter_or_prefix, adapter = self.named(record.model), self.adapters.find(record.model)
         loaded(self.engine)
         context = RequestContext(record.answer_id, record.model, record.key, last_event_id)

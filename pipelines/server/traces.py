@@ -1,5 +1,5 @@
 """OpenTelemetry traces: the spans of a completed request, with the attributes of the semantic conventions of HTTP and
-generative AI. No span contains a prompt or generated text.
+generative AI. No span contains a prompt or generated text without serve.trace_texts.
 
 The SDK of the extra `otel` reads the standard variables OTEL_*, for example for a sampler, headers and resources.
 """
@@ -73,6 +73,8 @@ def _attributes(record: Record) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.request.model", record.model
     for name, value in (record.settings or {}).items():
         yield f"gen_ai.request.{name}", value
+    if record.texts is not None:
+        yield from record.texts.attributes()
     if record.queue_s is None:  # refused before the engine computed anything
         return
     yield "gen_ai.response.model", record.model

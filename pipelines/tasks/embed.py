@@ -18,14 +18,11 @@ from conf.schema import RunConfig
 from pipelines.jobs import report
 from pipelines.jobs.journal import dumps
 from pipelines.jobs.rows import Record, Row
-from pipelines.loading.embedder import Embedder
 from pipelines.tasks.pooled import PooledJob, PooledRows, print_results, run_pooled
 
 
 class EmbedRows(PooledRows):
     """Computes vectors from rows. The journal stores them as base64 of little-endian float32."""
-
-    pooler = Embedder
 
     @staticmethod
     def with_values(result: Row, values: Tensor) -> Record:

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,14 +19,13 @@ from pipelines.jobs.journal import open_journal
 from pipelines.jobs.prompts import PromptRow, Prompts
 from pipelines.jobs.rows import EngineRows, Loaded, Record, Row, RowRequest
 from pipelines.loading.fingerprint import fingerprint
-from pipelines.loading.pooler import Pooler, open_pooler
+from pipelines.loading.open_pooler import open_pooler
+from pipelines.loading.pooler import Pooler
 from pipelines.tasks.row_tasks import open_prompts, row_executor
 
 
 class PooledRows(EngineRows):
     """Computes numbers from rows."""
-
-    pooler: ClassVar[type[Pooler]]
 
     def __init__(self, pooler: Pooler, loaded: Loaded) -> None:
         super().__init__(pooler.engine, loaded)
@@ -36,9 +35,9 @@ class PooledRows(EngineRows):
     def load(
         cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
     ) -> "PooledRows":
-        source, pooler = open_pooler(cls.pooler, run, progress)
+        source, pooler = open_pooler(run, progress)
         parts = fingerprint(run, source, pooler.engine)
-        parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
+        parts |= {f"{pooler.section}.{name}": value for name, value in pooler.settings.items()}
         loaded = Loaded(run.decode, parts, pooler.engine.executor.weight_bytes, pooler.num_values)
         return cls(pooler, loaded)
 

@@ -1,4 +1,5 @@
-"""`task=score`: a reward model's label outputs, or a reranker's probability that a document answers a query."""
+"""`task=score`: a reward model's label outputs, a reranker's probability that a document answers a query, or the cosine
+of their vectors by an embedding model."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +12,11 @@ from pipelines.jobs import report
 from pipelines.jobs.journal import dumps
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import Record, Row
-from pipelines.loading.scorer import Scorer
 from pipelines.tasks.pooled import PooledJob, PooledRows, print_results, run_pooled
 
 
 class ScoreRows(PooledRows):
     """Computes scores from rows."""
-
-    pooler = Scorer
 
     @staticmethod
     def with_values(result: Row, values: Tensor) -> Record:

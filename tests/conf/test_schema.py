@@ -137,7 +137,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
     (ServeConfig, "serve", FORM, {"response_template": [""], "response_store": [""], "response_store_size": ["x"], "traces": ["x"]}),
     (ServeConfig, "serve", RANGE, {"response_store_count": [0], "response_store_age_s": [0, NAN]}),
-    (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"], "response_store_size": ["1GB"], "admin_keys": ["keys"]}),
+    (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"], "response_store_size": ["1GB"], "admin_keys": ["keys"], "trace_texts": [True]}),
     (ServeConfig, "serve", NEEDS, {"response_store_count": [1], "response_store_age_s": [1.0]}),
 ]  # fmt: skip
 """Values that are invalid in themselves, by field: config, group, code."""

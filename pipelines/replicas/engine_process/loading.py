@@ -6,8 +6,7 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import RunConfig, Weights
-from models.formats.hub import find_checkpoint
+from conf.schema import RunConfig
 from models.heads import HeadKind
 from pipelines.engine import Engine, slot_cost
 from pipelines.engine.request_factory import check_pooled
@@ -18,7 +17,7 @@ from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.pooler import Pooler
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import Ready
-from pipelines.replicas.engine_process.pooled import open_served_pooler, pooled_fields, served_head
+from pipelines.replicas.engine_process.pooled import open_served_pooler, pooled_fields
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,9 @@ class _WhileWanted(NoProgress):
 
 def load_served(run: RunConfig, channel: Channel) -> Served:
     """Load the model of `run` for `serve.batch_size` concurrent requests. Raises UserError as `load_engine` does."""
-    model = run.model
-    path = find_checkpoint(
-        model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
-    )
     with explained_out_of_memory(), progress_bar() as progress:
         sink = _WhileWanted(channel, progress)
-        source, engine = open_engine(run, run.serve.batch_size, sink, served_head(path))
+        source, engine = open_engine(run, run.serve.batch_size, sink, head=None)
     pooler = open_served_pooler(run, source, engine)
     pooled_decode = decode = run.decode
     if source.architecture.head is HeadKind.vocabulary:

@@ -1,28 +1,26 @@
 """What a served model gives for a prompt without generation: the pooler, and its description in the Ready frame."""
 
-from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from models.formats.sentence_transformers import read_embedding_files
 from models.heads import HeadKind
 from models.tokenizers.pairs import has_answers
 from pipelines.engine import Engine
 from pipelines.loading.embedder import Embedder
 from pipelines.loading.model_source import ModelSource
+from pipelines.loading.open_pooler import check_embed_unset
 from pipelines.loading.pooler import Pooler
 from pipelines.loading.scorer import Scorer
 
 
-def served_head(folder: Path) -> HeadKind | None:
-    """Return the head of a served checkpoint: none for an embedding model. None: the checkpoint's own."""
-    return HeadKind.none if read_embedding_files(folder).pooling is not None else None
-
-
 def open_served_pooler(run: RunConfig, source: ModelSource, engine: Engine) -> Pooler | None:
-    """Return the pooler. None: the model only generates text."""
+    """Return the pooler. None: the model only generates text.
+
+    Raises UserError for settings of `embed` if the model is not an embedding model.
+    """
     if source.architecture.head is HeadKind.none:
         return Embedder(run.embed, run.predict, source, engine)
+    check_embed_unset(run.embed)
     if source.architecture.num_labels is not None or has_answers(engine.tokenizer):
         return Scorer(run.score, run.predict, source, engine)
     return None
@@ -42,8 +40,8 @@ def pooled_fields(pooler: Pooler) -> dict[str, Any]:
     return {
         "pooled": "vector",
         "instruction": settings["instruction"],
-        "query_instruction": pooler.instruction_of("query"),
-        "document_instruction": pooler.instruction_of("document", "passage", "corpus"),
+        "query_instruction": pooler.query_instruction,
+        "document_instruction": pooler.document_instruction,
         "final_token_id": settings["eos"],
         "max_text_tokens": settings["max_tokens"],
     }

@@ -202,7 +202,7 @@ class OutputCall(AnswerShape):
     call_id: str
     name: str
     arguments: str
-    status: Literal["completed"]
+    status: Literal["completed", "incomplete"]
 
 
 class CacheTokens(CachedTokens):

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from pipelines.jobs.similarity import cosine_similarities
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.generation import RequestContext
 from pipelines.server.api.pooled_prompts import MAX_INPUTS, PooledBody, Texts
@@ -31,11 +30,11 @@ class Pairs(NamedTuple):
     queries: list[str]
     documents: list[str]
 
-    @property
-    def indices(self) -> list[tuple[int, int]]:
-        """The positions of each pair's texts in [*queries, *documents]."""
+    def cosines(self, vectors: Sequence[Sequence[float]]) -> list[float]:
+        """Return the cosine similarity of each pair, from the vectors of [*queries, *documents]."""
         num_queries = len(self.queries)
-        return [(j if num_queries > 1 else 0, num_queries + j) for j in range(len(self.documents))]
+        pairs = [(j if num_queries > 1 else 0, num_queries + j) for j in range(len(self.documents))]
+        return cosine_similarities(vectors, pairs)
 
 
 class PairsRequest(PooledBody):
@@ -108,14 +107,6 @@ def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None
         raise bad_request(f"give either {name} or {other_name}", name)
     chosen = other if texts is None else texts
     return [chosen] if isinstance(chosen, str) else chosen or []
-
-
-def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the cosine similarity of each pair, in float64. A vector of zeros has the similarity 0."""
-    matrix: NDArray[np.float64] = np.asarray(vectors, np.float64)
-    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-    matrix /= np.where(norms > 0, norms, 1.0)
-    return [float(matrix[i] @ matrix[j]) for i, j in pairs]
 
 
 def rerank_body(

@@ -20,6 +20,7 @@ from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.message_reader import MessageReader, add_delta
 from pipelines.server.api.requests import ChatRequest, CompletionRequest
+from pipelines.server.api.traced_texts import TracedTexts
 
 
 class Writer(Protocol):
@@ -52,9 +53,16 @@ class Writer(Protocol):
 class ChatWriter:
     """Writes the answer to a chat request."""
 
-    def __init__(self, generation: Generation, request: ChatRequest, make_reader: Callable[[], MessageReader]) -> None:
-        """`make_reader`: returns a parser for the answer of a sample."""
+    def __init__(
+        self,
+        generation: Generation,
+        request: ChatRequest,
+        make_reader: Callable[[], MessageReader],
+        traced: TracedTexts | None = None,
+    ) -> None:
+        """`make_reader`: returns a parser for the answer of a sample. `traced`: gets the answer for a trace."""
         self.generation = generation
+        self._traced = traced
         self._request = request
         self._make_reader = make_reader
         choices = generation.choices
@@ -123,7 +131,10 @@ class ChatWriter:
     def _ending(self, index: int, choice: ChoiceText) -> dict[str, Any]:
         """Return the finish and stop reasons. An answer that ends within a call's arguments counts as too long."""
         ending = _ending(choice, self._has_tool_calls[index])
-        return ending | ({"finish_reason": "length"} if self._readers[index].has_cut_call else {})
+        ending |= {"finish_reason": "length"} if self._readers[index].has_cut_call else {}
+        if self._traced is not None:
+            self._traced.end(index, ending["finish_reason"])
+        return ending
 
     def _chunk(self, index: int, piece: dict[str, Any], choice: ChoiceText | None) -> dict[str, Any]:
         logprobs = self._logprobs(choice.logprobs) if choice and choice.logprobs else None
@@ -140,6 +151,8 @@ class ChatWriter:
             pieces = pieces + reader.end(_is_cut(choice))
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
         self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
+        if self._traced is not None:
+            self._traced.add(index, pieces)
         return pieces
 
     def _logprobs(self, steps: list[Logprob]) -> dict[str, Any] | None:
@@ -151,8 +164,10 @@ class ChatWriter:
 class CompletionWriter:
     """Writes the answer to a request for completions of one or several prompts."""
 
-    def __init__(self, generation: Generation, request: CompletionRequest) -> None:
+    def __init__(self, generation: Generation, request: CompletionRequest, traced: TracedTexts | None = None) -> None:
+        """`traced`: gets the answer for a trace."""
         self.generation = generation
+        self._traced = traced
         self._request = request
         self._logprobs = [CompletionLogprobs(generation.texts, request.logprobs or 0) for _ in generation.choices]
 
@@ -170,6 +185,8 @@ class CompletionWriter:
         """Return the chunk for the next part of a choice."""
         remaining = self._without_unrequested_token(remaining)
         self._logprobs[index].read(received.logprobs)
+        self._trace(index, received)
+        self._trace(index, remaining)
         if not (remaining.text or remaining.token_ids or remaining.finish_reason):
             return []
         return [self.generation.event([self._chunk(index, remaining)])]
@@ -193,6 +210,7 @@ class CompletionWriter:
         request, prompt = self._request, index // self.generation.num_samples
         token_ids, done = self.generation.prompts[prompt], self.generation.dones[prompt]
         echoed = self._echoed(index)
+        self._trace(index, choice)
         logprobs = None
         if request.logprobs is not None:
             parts = []
@@ -213,6 +231,12 @@ class CompletionWriter:
         if self._request.return_token_ids:
             body["token_ids"] = choice.token_ids
         return body
+
+    def _trace(self, index: int, choice: ChoiceText) -> None:
+        if self._traced is not None:
+            self._traced.add(index, [{"content": choice.text}])
+            if choice.finish_reason is not None:
+                self._traced.end(index, api_finish_reason(choice.finish_reason))
 
     def _echoed(self, index: int) -> str:
         """Return the prompt's text, with which a choice begins if the request sets `echo`; else an empty text."""

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from conf.errors import UserError
 from pipelines import EmbeddingPipeline, ScorePipeline, pipeline
 from pipelines.engine import Output
+from pipelines.loading.open_pooler import pooler_of
 from tests.helpers.builders import write_llama
 from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_qwen3_embedding, write_qwen3_reranker
@@ -56,7 +57,7 @@ def test_vectors_come_in_the_order_of_the_rows(pipe: EmbeddingPipeline) -> None:
 )
 def test_the_length_of_any_vector_is_found(pipe: EmbeddingPipeline, pooled: list[float], expected: list[float]) -> None:
     """In float32 the square of 1e30 is infinite; below 1e-12 torch's normalize leaves vectors short."""
-    pooler = pipe.pooler(pipe.run.embed, pipe.run.predict, pipe._source, pipe.engine)
+    pooler = pooler_of(pipe.run, pipe._source, pipe.engine)
     vector = pooler.values(Output(0, [], 1, 0, pooled=torch.tensor(pooled)))
     assert torch.equal(vector, torch.tensor(expected))
 
@@ -87,19 +88,26 @@ def test_the_numbers_match_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(pipe({"prompt_token_ids": [5, 6, 7]})[0], expected, atol=1e-5)
 
 
-def test_scores_of_pairs(tmp_path: Path) -> None:
+def test_scores_of_pairs(tmp_path: Path, folder: Path, pipe: EmbeddingPipeline) -> None:
     write_qwen3_reranker(tmp_path)
-    pipe = pipeline("score", model=tmp_path, device="cpu")
-    assert isinstance(pipe, ScorePipeline)
+    scorer = pipeline("score", model=tmp_path, device="cpu")
+    assert isinstance(scorer, ScorePipeline)
     pairs = [{"query": "What?", "document": text} for text in ("one", "two", "three")]
-    scores = pipe(pairs)
+    scores = scorer(pairs)
     assert scores.shape == (3, 1)
     assert scores.min() > 0
     assert scores.max() < 1
-    np.testing.assert_allclose(pipe(pairs[2])[0], scores[2], atol=1e-6)
-    assert not np.allclose(pipe(pairs, instruction="Something else"), scores)
+    np.testing.assert_allclose(scorer(pairs[2])[0], scores[2], atol=1e-6)
+    assert not np.allclose(scorer(pairs, instruction="Something else"), scores)
     with pytest.raises(UserError, match="score.instruction='' is not allowed"):
-        pipe(pairs, instruction="")
+        scorer(pairs, instruction="")
+    cosines = pipeline("score", model=folder, device="cpu", overrides=OVERRIDES)
+    documents = pipe(["one", "two", "three"], instruction="document")
+    np.testing.assert_allclose(cosines(pairs), documents @ pipe("What?", instruction="query").T, atol=1e-6)
+    assert cosines(pairs).dtype == np.float32
+    with pytest.raises(UserError, match="row 1: an embedding model scores a query and a document: give both"):
+        cosines([pairs[0], "a"])
+    np.testing.assert_allclose(cosines(iter(pairs)), cosines(pairs, batch_size=1), atol=1e-6)  # also after an error
 
 
 @each(

@@ -14,7 +14,7 @@ import pytest
 
 from kernels import build
 from tests.helpers.command import run
-from tests.helpers.embedding_models import write_qwen3_reranker, write_reward_model
+from tests.helpers.embedding_models import write_qwen3_embedding, write_qwen3_reranker, write_reward_model
 from tests.helpers.processes import engines, processes
 from tests.helpers.rank_runs import are_gone
 from tests.helpers.server import ended, served
@@ -27,6 +27,7 @@ TP = ("parallel=tp", "parallel.tp=2")
 PP = ("parallel=pp", "parallel.pp=2")
 parallel_layouts = pytest.mark.parametrize("how", [TP, pytest.param(PP, marks=pytest.mark.matrix)], ids=["tp", "pp"])
 BODY = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 24, "logprobs": 2}
+PAIRS = [{"query": "Who?", "document": "The owl."}, {"query": "a", "document": "b c d"}]
 ENDLESS = BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
@@ -51,9 +52,10 @@ def ranks_of(engine: int) -> list[int]:
     ("write", "rows", "how"),
     [
         (write_reward_model, [{"prompt": "hello"}, {"prompt": "the owl is happy"}], TP),
-        (write_qwen3_reranker, [{"query": "Who?", "document": "The owl."}, {"query": "a", "document": "b c d"}], PP),
+        (write_qwen3_reranker, PAIRS, PP),
+        pytest.param(write_qwen3_embedding, PAIRS, TP, marks=pytest.mark.long),
     ],
-    ids=["reward model, tp", "reranker, pp"],
+    ids=["reward model, tp", "reranker, pp", "embedding model, tp"],
 )
 def test_scores(tmp_path: Path, write: Callable[[Path], Any], rows: list[dict[str, str]], how: tuple[str, ...]) -> None:
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"

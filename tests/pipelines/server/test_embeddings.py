@@ -1,32 +1,39 @@
 """Vectors from the engine's process equal those of `task=embed`."""
 
 import base64
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig
+from conf.compose import dump
+from conf.pooling import EmbedConfig
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
+from conf.tasks import PredictConfig
 from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
 from pipelines import pipeline
+from pipelines.jobs.similarity import cosine_similarities
 from pipelines.replicas.engine_process.client import EngineClient
 from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.pooling import IN_ENGINE, EmbeddingRequest
-from pipelines.server.api.ranking import ScoreRequest, cosine_similarities
+from pipelines.server.api.ranking import ScoreRequest
 from pipelines.server.api.requests import CompletionRequest
 from pipelines.server.pooled_routes import embeddings, score
+from pipelines.tasks.score import run_score
 from tests.helpers.embedding_models import write_qwen3_embedding
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import ask, exchange_of, service_of
 from tests.helpers.serving import run_async, serving
 
-TEXTS = ["a cat sat on the mat", "dogs", ""]
+TEXTS = ["a cat sat on the mat", "dogs", "", "今天天气很好", "dogs " * 9]
 MANY = [[3 + i % 50, 5 + i // 50] for i in range(2 * IN_ENGINE + 2)]
 """More inputs than the engine has at a time, with different vectors."""
 
@@ -74,10 +81,16 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
     vectors = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in packed["data"]]
     assert np.array_equal(np.array(vectors), expected)
     assert np.array_equal(np.array(one["data"][0]["embedding"], np.float32), expected[0])
-    assert [item["index"] for item in floats["data"]] == [0, 1, 2]
+    assert [item["index"] for item in floats["data"]] == [0, 1, 2, 3, 4]
     queries, documents = pipe(TEXTS[0], instruction="query"), pipe(TEXTS[1:], instruction="document")
     cosines = documents @ queries[0]  # the vectors are normalised
     assert [item["score"] for item in scores["data"]] == pytest.approx(cosines.tolist(), abs=1e-6)  # float32 sums
+    rows = [{"query": TEXTS[0], "document": text} for text in TEXTS[1:]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predict = PredictConfig(data=str(tmp_path / "rows.jsonl"))
+    run_score(replace(run, task=Task.score, predict=predict), tmp_path / "out", dump)
+    lines = (tmp_path / "out" / "scores.jsonl").read_text().splitlines()
+    assert [json.loads(line)["scores"] for line in lines] == [[item["score"]] for item in scores["data"]]
     vectors = [item["embedding"] for item in many["data"]]
     assert np.array_equal(np.array(vectors, np.float32), pipe([{"prompt_token_ids": ids} for ids in MANY]))
     assert [item["index"] for item in many["data"]] == list(range(len(MANY)))
@@ -89,7 +102,8 @@ def test_vectors_match_the_task(tmp_path: Path) -> None:
 def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     write_qwen3_embedding(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
-    run = RunConfig(model=ModelConfig(path=str(tmp_path), dtype=DType.float32), device=DeviceConfig(DeviceType.cpu))
+    model, told = ModelConfig(path=str(tmp_path), dtype=DType.float32), EmbedConfig(instruction="a: ")
+    run = RunConfig(Task.serve, model, device=DeviceConfig(DeviceType.cpu), embed=told)
     texts = ["dogs", "a cat sat on the mat " * 200]
 
     async def test() -> Any:
@@ -97,8 +111,8 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
             return await answer(client, open_tokenizer(tmp_path), input=texts)
 
     body = run_async(test())
-    expected = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")(texts)
-    assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), expected)
+    pipe = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu", instruction="a: ")
+    assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), pipe(texts))
     assert 7 < body["usage"]["prompt_tokens"] <= 14
 
 

@@ -338,7 +338,7 @@ def test_a_bad_row_is_an_error_and_its_vector_is_nan(tmp_path: Path) -> None:
     assert "the row has none of prompt, messages" in errors[1]
     assert "more than the model takes (max_position_embeddings=128): shorten it to at most 128" in errors[2]
     assert "the prompt has no tokens" in errors[4]
-    assert "query and document are scored by task=score with a reranker: give a prompt" in errors[5]
+    assert "query and document are scored by task=score: give a prompt" in errors[5]
     assert "decode.temperature=1 is not used where nothing is generated" in errors[6]
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["num_prompts"], metrics["num_errors"], metrics["num_values"]) == (8, 6, 64)
