@@ -1,27 +1,35 @@
 """Layers with windows keep only the blocks that the next tokens attend to, and every output is as with one pool."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType
+from conf.quantization import KVCacheFormat, QuantConfig
+from conf.schema import DeviceConfig, DeviceType, RunConfig
 from conf.speculation import Speculate
 from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import CacheRoom, allocate_kv_cache, cache_room, choose_sizes, choose_window_blocks
+from pipelines.engine.request import SequenceGroup
 from pipelines.engine.window_blocks import blocks_per_sequence
 from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading import assembly
 from pipelines.loading.build_engine import build_engine
+from pipelines.loading.kept_prefixes import open_kept, place_kept
+from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import ReadyModel, resolve_model
 from tests.helpers.builders import generate, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import write_other
+from tests.helpers.divided import plan_of
+from tests.helpers.kept_prefixes import DECODE, complete, keep
 
 KINDS = (
     {"temperature": 0.0, "logprobs": 2},
@@ -44,6 +52,12 @@ def engine_with(folder: Path, window_blocks: bool, block_size: int, max_tokens: 
     ready = ReadyModel(resolve_model(run.model), run.model, run.quant)
     cpu = torch.device("cpu")
     return build_engine(ready, cpu, device, run.parallel, run.decode, 3, NO_PROGRESS, window_blocks)
+
+
+def on_cpu(run: RunConfig, **device: Any) -> Engine:
+    engine = load_engine(replace(run, device=DeviceConfig(DeviceType.cpu, **device)), 3)
+    assert 0 < engine.executor.cache.num_window_blocks < engine.num_blocks
+    return engine
 
 
 def outputs_of(engine: Engine, seed: int) -> list[object]:
@@ -90,6 +104,91 @@ def test_a_sequence_owns_its_window_alone(tmp_path: Path) -> None:
     refusal = r"the request has 30 sequences, but layers with windows have blocks for \d+: ask for fewer"
     with pytest.raises(UserError, match=refusal):
         engine.request(0, [3], DecodeConfig(n=30, temperature=1.0, max_new_tokens=1))
+    num_pinned = engine.num_free_window_blocks
+    assert num_pinned == windows.num_blocks - 128 // 16 - blocks_per_sequence(window, 16)
+    engine.pin_windows([b"%d" % number for number in range(num_pinned)])
+    assert (engine.num_free_window_blocks, engine.requests.max_window_sequences, windows.max_sequences) == (0, 1, 1)
+    outputs = generate(engine, [[3] * 300, [5] * 300], DECODE)  # one after the other
+    assert [output.error for output in outputs] == [None, None]
+
+
+BEGINNING, OTHER = [3 + i * 7 % 91 for i in range(300)], [4 + i * 5 % 89 for i in range(250)]
+ROWS = BEGINNING, BEGINNING[:96], BEGINNING[:128] + OTHER[100:200]
+SHARED = [  # prompts, each with the number of tokens that it shares with a kept row
+    ([*BEGINNING[:150], 7, 8], 150),
+    ([*ROWS[2][:190], 9], 190),
+    ([*BEGINNING, 3], 288),
+    (BEGINNING[:288], 287),  # its last token is computed
+    ([*BEGINNING[:96], 3, 4], 96),
+    ([*ROWS[2], 5], 224),
+    ([*OTHER, 6], 240),
+]
+
+
+@pytest.mark.long
+@each(
+    "family, kv_cache, changes",
+    [
+        ("gpt_oss", "int4", {"sliding_window": 70}),
+        ("gemma3", "none", {"sliding_window": 70}),
+        ("gemma3", "int8", {}),
+        ("llama4_text", "fp8", {}),
+        ("starcoder2", "none", {"sliding_window": 9}),  # in every layer
+    ],
+)
+def test_kept_prompts_are_found_in_both_pools(
+    family: str, kv_cache: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files and rows that share a beginning, with other sizes of blocks and steps, before and after evictions."""
+    write_other(tmp_path / "model", family, max_position_embeddings=1024, **changes)
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 3)
+    run = replace(run_config(tmp_path / "model"), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
+    files = [tmp_path / "first", tmp_path / "second"]
+    keep(run, files[0], *({"prompt_token_ids": row} for row in ROWS))
+    keep(run, files[1], {"prompt_token_ids": OTHER})
+    plain, draw, kept = load_engine(run, 3), random.Random(3), [str(file) for file in files]
+    expected = [complete(plain, prompt, replace(DECODE, prefix_cache=False)).completions for prompt, _ in SHARED]
+    fillers = [[draw.randrange(3, 96) for _ in range(400)] for _ in range(9)]
+    for size, max_tokens in ((16, 256), (64, 128), (4, 16), (1, 37)):
+        engine = on_cpu(run, block_size=size, max_batched_tokens=max_tokens, kept_prefixes=kept)
+        assert engine.requests.max_window_sequences == 3
+        for _ in range(2):
+            outputs = [complete(engine, prompt) for prompt, _ in SHARED]
+            assert [output.completions for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [n // size * size for _, n in SHARED]
+            generate(engine, fillers, DECODE)  # evict all blocks that are not pinned
+
+
+@pytest.mark.long
+@each("family", ["gemma3", "gpt_oss"])
+def test_kept_windows_stay_while_rows_are_preempted(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: list[SequenceGroup]
+) -> None:
+    write_other(tmp_path / "model", family, max_position_embeddings=1024)
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 3)
+    run, kept = run_config(tmp_path / "model"), tmp_path / "kept"
+    keep(run, kept, {"prompt_token_ids": BEGINNING})
+    sizes: dict[str, Any] = {"block_size": 16, "max_batched_tokens": 16}
+    cache = on_cpu(run, kept_prefixes=[str(kept)], **sizes).executor.cache
+    num_bytes = cache.num_window_blocks * cache.windowed.bytes_per_token + 58 * cache.unwindowed.bytes_per_token
+    engine = on_cpu(run, kept_prefixes=[str(kept)], kv_cache_memory=str(16 * num_bytes), **sizes)
+    assert engine.num_blocks == 58
+    assert engine.requests.num_blocks == 58 - 18
+    prompts = [BEGINNING + OTHER[:160], OTHER[:170], OTHER[40:210]]
+    decode = replace(DECODE, max_new_tokens=60)
+    expected = generate(load_engine(run, 3), prompts, decode)
+    preempted.clear()
+    for _ in range(3):
+        outputs = generate(engine, prompts, decode)
+        assert [output.completions for output in outputs] == [output.completions for output in expected]
+        assert (outputs[0].num_cached_tokens or 0) >= 288  # more if its own blocks are still cached
+    assert preempted
+    assert complete(engine, [*BEGINNING, 3]).num_cached_tokens == 288
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 1)
+    alone = load_engine(replace(run, device=DeviceConfig(DeviceType.cpu, **sizes)), 1)
+    message = r"kept needs 18 blocks of layers with windows, but 0 are free: raise device.kv_cache_memory, or leave"
+    with pytest.raises(UserError, match=message):
+        place_kept(alone, open_kept([str(kept)], plan_of(run)))
 
 
 def test_windows_without_a_gain_share_the_blocks_of_all_layers() -> None:
