@@ -44,8 +44,8 @@ def assemble(
 
     `on_bytes(done, total)` reports the progress of loading. `draft`: the draft model, planned for the same device and
     dtype. `driver`: the driver of the ranks that compute the model together. `window_blocks`: let layers with
-    windows have blocks of their own, unless drafts of a model need one pool. Raises UserError if the weights do not match
-    the model, and if memory is too small.
+    windows have blocks of their own, unless the model has a multi-token prediction (MTP) layer. Raises UserError if the
+    weights do not match the model, and if memory is too small.
     """
     decode = decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
@@ -60,8 +60,7 @@ def assemble(
     num_kept_blocks = count_blocks(kept_files, block_size_of(device, plan.device))
     num_tokens = [settings.context.num_tokens] * most_sequences + [prefix.num_tokens for prefix in prefixes.values()]
     num_slots = StateManager.num_needed(most_sequences) + sum(len(file.rows) for file in kept_files)
-    needs_one_pool = draft is not None or plan.model.config.capabilities.predicts_ahead
-    max_windows = most_sequences if window_blocks and not needs_one_pool else 0
+    max_windows = most_sequences if window_blocks and not plan.model.config.capabilities.predicts_ahead else 0
     caches = make_caches(device, plans, num_tokens, num_kept_blocks, num_slots, max_windows, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     config = EngineConfig(

@@ -57,10 +57,11 @@ def block_size_of(config: DeviceConfig, device: torch.device) -> int:
 def room_of(plans: list[ModelPlan], config: DeviceConfig, free: int, num_ranks: int, num_sharing: int) -> CacheRoom:
     """Return this rank's memory for the caches of these models, of `free` bytes.
 
-    `num_ranks`: number of ranks that divide the cache. `num_sharing`: number of these ranks that use the memory of this
-    device. Raises UserError as `cache_room` does.
+    Layers of a draft model count as layers without windows. `num_ranks`: number of ranks that divide the cache.
+    `num_sharing`: number of these ranks that use the memory of this device. Raises UserError as `cache_room` does.
     """
-    layers = [*chain.from_iterable(plan.model.layer_caches for plan in plans)]
+    drafting = chain.from_iterable(plan.model.layer_caches for plan in plans[1:])
+    layers = [*plans[0].model.layer_caches, *(content._replace(window=None) for content in drafting)]
     formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
     block_size, meta = block_size_of(config, plans[0].device), torch.device("meta")
     one = allocate_kv_cache(layers, 1, block_size, formats, plans[0].dtype, meta, 1, num_window_blocks=1)
@@ -90,7 +91,7 @@ def make_caches(
     `num_tokens`: the length of each sequence and each soft prefix. `num_kept_blocks`: the blocks of kept prompts. An
     automatic cache has room for all, if memory allows. `num_slots`: the recurrent states that it has room for besides
     snapshots, if memory allows. `max_windows`: how many sequences run at once, if layers with windows may have blocks of
-    their own, else 0.
+    their own, else 0. A draft model has one pool, because it computes a prompt whose first window blocks are released.
     """
     device = plans[0].device
     block_size = block_size_of(config, device)
@@ -105,7 +106,7 @@ def make_caches(
         num_window_blocks = choose_window_blocks(rooms, block_size, per_window, needed, wanted_blocks, memory)
     rooms = [room.with_window_blocks(num_window_blocks, block_size) for room in rooms]
     sizes = choose_sizes(rooms, block_size, wanted_blocks, num_slots, memory)
-    caches = [allocate_cache(plan, config, *sizes, num_window_blocks) for plan in plans]
+    caches = [allocate_cache(plan, config, *sizes, num_window_blocks * (plan is plans[0])) for plan in plans]
     for line in filter(None, chain(map(slot_cost, caches), map(window_memory, caches))):
         note(line)
     return caches

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType, RunConfig
-from conf.speculation import Speculate
+from conf.speculation import Speculate, SpeculationConfig
 from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import CacheRoom, allocate_kv_cache, cache_room, choose_sizes, choose_window_blocks
+from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.request import SequenceGroup
 from pipelines.engine.window_blocks import blocks_per_sequence
 from pipelines.jobs.report import NO_PROGRESS
@@ -189,6 +191,33 @@ def test_kept_windows_stay_while_rows_are_preempted(
     message = r"kept needs 18 blocks of layers with windows, but 0 are free: raise device.kv_cache_memory, or leave"
     with pytest.raises(UserError, match=message):
         place_kept(alone, open_kept([str(kept)], plan_of(run)))
+
+
+@pytest.mark.long
+@each("family", ["gemma3", "gpt_oss", "llama4_text"])
+def test_a_draft_model_reads_whole_prompts(family: str, tmp_path: Path) -> None:
+    """The model drafts for itself, so each draft is right. Prompts begin with a kept row or with cached blocks."""
+    write_other(tmp_path / "model", family, max_position_embeddings=1024)
+    run, kept, draw = run_config(tmp_path / "model"), tmp_path / "kept", random.Random(1)
+    keep(run, kept, {"prompt_token_ids": BEGINNING})
+    speculation = SpeculationConfig(model_path=str(tmp_path / "model"), adaptive=False)
+    plain = DecodeConfig(max_new_tokens=40, ignore_eos=True, logprobs=2)
+    drafted = replace(plain, speculate=Speculate.model, speculation=speculation)
+    prompts = [BEGINNING[: draw.choice((0, 100, 256))] + [draw.randrange(3, 96) for _ in range(70)] for _ in range(6)]
+    expected = generate(load_engine(run, 3), prompts, plain)
+    for size, max_tokens in ((16, 256), (4, 400), (1, 333)):
+        sizes = {"block_size": size, "max_batched_tokens": max_tokens}
+        engine = on_cpu(replace(run, decode=drafted), kept_prefixes=[str(kept)], **sizes)
+        proposer = engine.speculator.proposers[Speculate.model]
+        assert isinstance(proposer, ModelProposer)
+        with patch.object(proposer.executor, "execute", wraps=proposer.executor.execute) as execute:
+            for _ in range(2):
+                outputs = generate(engine, prompts, drafted)
+                assert [output.completions for output in outputs] == [output.completions for output in expected]
+        counts = engine.speculator.counts
+        assert counts.num_accepted_tokens == counts.num_drafted_tokens > 0
+        # A captured step of the draft model has no place for windows.
+        assert {call.args[0].shape.num_windowed for call in execute.call_args_list} == {0}
 
 
 def test_windows_without_a_gain_share_the_blocks_of_all_layers() -> None:
