@@ -209,6 +209,8 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
     ):
         refused("bad is damaged, or was not made by task=prefix: make it again", rows=rows)
     refused("is damaged", identity="[]")
+    for wrong_tokens in ({}, {"tokens": tensors["tokens"].float()}, {"tokens": tensors["tokens"][None]}):
+        refused("is damaged", {other: t for other, t in tensors.items() if other != "tokens"} | wrong_tokens)
     refused(
         r"keys.0 is torch.float32\[32, 2, 16\], not torch.float32\[33, 2, 16\]",
         rows=json.dumps([row | {"num_tokens": 33}]),
