@@ -177,8 +177,8 @@ def test_kept_windows_stay_while_rows_are_preempted(
     assert engine.num_blocks == 58
     assert engine.requests.num_blocks == 58 - 18
     prompts = [BEGINNING + OTHER[:160], OTHER[:170], OTHER[40:210]]
-    decode = replace(DECODE, max_new_tokens=60)
-    expected = generate(load_engine(run, 3), prompts, decode)
+    decode, plain = replace(DECODE, max_new_tokens=60), load_engine(run, 3)
+    expected = generate(plain, prompts, decode)
     preempted.clear()
     for _ in range(3):
         outputs = generate(engine, prompts, decode)
@@ -186,6 +186,12 @@ def test_kept_windows_stay_while_rows_are_preempted(
         assert (outputs[0].num_cached_tokens or 0) >= 288  # more if its own blocks are still cached
     assert preempted
     assert complete(engine, [*BEGINNING, 3]).num_cached_tokens == 288
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 16)
+    roomy = on_cpu(run, **sizes)
+    roomy.pin(1)  # from now on a kept block has different numbers in the two pools
+    place_kept(roomy, open_kept([str(kept)], plan_of(run)))
+    output = complete(roomy, [*BEGINNING, 3])
+    assert (output.num_cached_tokens, output.completions) == (288, complete(plain, [*BEGINNING, 3]).completions)
     monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 1)
     alone = load_engine(replace(run, device=DeviceConfig(DeviceType.cpu, **sizes)), 1)
     message = r"kept needs 18 blocks of layers with windows, but 0 are free: raise device.kv_cache_memory, or leave"
