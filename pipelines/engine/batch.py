@@ -48,7 +48,8 @@ def _new_tokens(item: Scheduled) -> NewTokens:
     return NewTokens(item.sequence, item.start, token_ids, num_outputs, adapter_slot, item.state_slots, num_drafts)
 
 
-def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
+def flat_batch(parts: list[NewTokens], block_size: int, is_draft: bool = False) -> Batch:
+    """Flatten new tokens without padding. `is_draft`: for a draft model, whose layers all have the same blocks."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -58,7 +59,7 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
     adapter_slots: list[int] = []
     state_ends: list[int] = []
     window_slots: list[int] = []
-    window_tables = [part.sequence.window_table for part in parts if part.sequence.window_table]
+    window_tables = [part.sequence.window_table for part in parts if part.sequence.window_table and not is_draft]
     state_slots = [part.state_slots for part in parts if part.state_slots is not None]
     starts, output_starts = [0], [0]
     for sequence, start, new_token_ids, num_outputs, adapter_slot, slots_of_state, num_drafts in parts:

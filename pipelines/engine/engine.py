@@ -171,6 +171,25 @@ class Engine(StepLoop):
         for block, value in zip(blocks, hashes, strict=True):
             self.scheduler.block_manager.remember(block, value)
 
+    @property
+    def num_free_window_blocks(self) -> int | None:
+        """Number of blocks of the layers with windows that can be pinned while one sequence can still run.
+
+        None: all layers have the same blocks.
+        """
+        windows = self.scheduler.window_blocks
+        return windows.num_pinnable_blocks if windows.num_blocks else None
+
+    def pin_windows(self, hashes: Collection[bytes]) -> list[int]:
+        """Pin blocks of the layers with windows, which the prefix cache finds by these hashes.
+
+        At most `num_free_window_blocks`. Requests can use only the remaining blocks.
+        """
+        windows = self.scheduler.window_blocks
+        blocks = windows.pin(hashes)
+        self.requests = replace(self.requests, max_window_sequences=windows.max_sequences)
+        return blocks
+
     def use_tiers(self, tiers: BlockTiers) -> None:
         """Keep evicted blocks in these tiers from now on. All layers must have the same blocks, and no layer a state."""
         blocks = self.scheduler.block_manager

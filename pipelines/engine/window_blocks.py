@@ -4,7 +4,7 @@ A sequence's `window_table` has an entry for each of its tokens' blocks, as `blo
 entries before `window_start` are 0: these blocks are released.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import Sequence
@@ -22,7 +22,7 @@ class WindowBlocks:
     """Blocks for at least as many sequences as the scheduler admits (`max_sequences`), so that `extend` never lacks one.
 
     Released blocks stay in the prefix cache until they are evicted. A prompt can begin with cached blocks of the other
-    layers if the last window before its first computed token is cached here.
+    layers if the last window before its first computed token is cached here. Pinned blocks reduce `max_sequences`.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: int, max_batched_tokens: int) -> None:
@@ -33,9 +33,18 @@ class WindowBlocks:
         self.num_blocks = num_blocks
         self._window = window
         self._blocks = BlockManager(num_blocks, block_size)
-        in_step = self._blocks.num_blocks_for(max_batched_tokens)
-        self.max_sequences = (num_blocks - in_step) // blocks_per_sequence(window, block_size) if num_blocks else None
+        self._num_per_sequence = blocks_per_sequence(window, block_size)
+        self._num_for_sequences = num_blocks - self._blocks.num_blocks_for(max_batched_tokens)
+
+    @property
+    def max_sequences(self) -> int | None:
         """The most sequences that may run; None: any number."""
+        return self._num_for_sequences // self._num_per_sequence if self.num_blocks else None
+
+    @property
+    def num_pinnable_blocks(self) -> int:
+        """Blocks that can be pinned while one sequence can still run."""
+        return max(0, self._num_for_sequences - self._num_per_sequence)
 
     @property
     def num_free_blocks(self) -> int:
@@ -46,6 +55,15 @@ class WindowBlocks:
 
     def free(self, blocks: list[int]) -> None:
         self._blocks.free(blocks)
+
+    def pin(self, hashes: Collection[bytes]) -> list[int]:
+        """Return blocks that stay in the prefix cache under these hashes, at most `num_pinnable_blocks`."""
+        blocks = self._blocks.allocate(len(hashes))
+        self._blocks.pin(blocks)
+        for block, value in zip(blocks, hashes, strict=True):
+            self._blocks.remember(block, value)
+        self._num_for_sequences -= len(blocks)
+        return blocks
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Give a sequence blocks for its first `num_tokens` tokens, which it alone owns from its next token on.

@@ -14,9 +14,9 @@ from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.state_manager import StateManager
 from pipelines.loading.adapter_table import load_adapters
-from pipelines.loading.cache_allocation import make_caches, reserve_memory
+from pipelines.loading.cache_allocation import block_size_of, make_caches, reserve_memory
 from pipelines.loading.drafting import place_proposers, unavailable_proposers
-from pipelines.loading.kept_prefixes import open_kept, place_kept
+from pipelines.loading.kept_prefixes import count_blocks, open_kept, place_kept
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.request_settings import RequestSettings
 from pipelines.loading.soft_prefixes import place_prefixes, read_prefixes
@@ -44,7 +44,7 @@ def assemble(
 
     `on_bytes(done, total)` reports the progress of loading. `draft`: the draft model, planned for the same device and
     dtype. `driver`: the driver of the ranks that compute the model together. `window_blocks`: let layers with
-    windows have blocks of their own, unless drafts of a model or kept prefixes need one pool. Raises UserError if the
+    windows have blocks of their own, unless the model has a multi-token prediction (MTP) layer. Raises UserError if the
     weights do not match the model, and if memory is too small.
     """
     decode = decode.resolved(settings.decode_defaults)
@@ -57,13 +57,11 @@ def assemble(
         load_planned(planned, on_bytes)
     adapters = load_adapters(plan, driver)
     most_sequences = max(AUTO_SEQUENCES, num_sequences)
-    kept_lengths = [row.num_slots for file in kept_files for row in file.rows]
-    num_tokens = [settings.context.num_tokens] * most_sequences + kept_lengths
-    num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
-    num_slots = StateManager.num_needed(most_sequences) + len(kept_lengths)
-    needs_one_pool = draft is not None or kept_files or plan.model.config.capabilities.predicts_ahead
-    max_windows = most_sequences if window_blocks and not needs_one_pool else 0
-    caches = make_caches(device, plans, num_tokens, num_slots, max_windows, reserved, driver)
+    num_kept_blocks = count_blocks(kept_files, block_size_of(device, plan.device))
+    num_tokens = [settings.context.num_tokens] * most_sequences + [prefix.num_tokens for prefix in prefixes.values()]
+    num_slots = StateManager.num_needed(most_sequences) + sum(len(file.rows) for file in kept_files)
+    max_windows = most_sequences if window_blocks and not plan.model.config.capabilities.predicts_ahead else 0
+    caches = make_caches(device, plans, num_tokens, num_kept_blocks, num_slots, max_windows, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     config = EngineConfig(
         *(settings.context, settings.eos_token_ids, settings.decode_defaults),

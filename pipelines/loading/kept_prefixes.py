@@ -1,9 +1,9 @@
 """Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into a later KV cache.
 
 A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
-[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. A recurrent layer has its state after each
-prompt instead, `layers.N.state.I` [prompts, *]. The metadata holds the identity of the model
-and settings, and the prompts' boundaries.
+[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. Layers with windows hold all tokens too, so that
+a prompt that shares any part of a kept prompt finds it. A recurrent layer has its state after each prompt instead,
+`layers.N.state.I` [prompts, *]. The metadata holds the identity of the model and settings, and the prompts' boundaries.
 """
 
 import json
@@ -123,6 +123,12 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
     return files
 
 
+def count_blocks(files: list[KeptFile], block_size: int) -> int:
+    """Return how many different full blocks the files' prompts have. Raises UserError for a file without tokens."""
+    rows = (hashes for file in files for _, hashes in _hashes(file, _token_ids(file), block_size))
+    return len({value for hashes in rows for value in hashes})
+
+
 def place_kept(engine: Engine, files: list[KeptFile]) -> None:
     """Copy the files' contents into pinned blocks and state slots of the engine, where the prefix cache finds them.
 
@@ -132,17 +138,17 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
     for file in files:
         _check_tensors(engine, file)
         _check_parts(engine, file)
-        (_, token_ids), *_ = file.weights.read([TOKENS])
-        missing_blocks = _missing_blocks(engine, file, token_ids.tolist())
-        if len(missing_blocks) >= (num_free := engine.num_free_blocks):  # a row needs at least one block
-            problem = f"{file.path} needs {len(missing_blocks)} blocks of the KV cache, but {num_free} are free"
-            raise UserError(f"device.kept_prefixes: {problem}: raise device.kv_cache_memory, or leave it out")
+        token_ids = _token_ids(file)
+        missing_blocks = _missing_blocks(engine, file, token_ids)
+        _check_room(engine, file, len(missing_blocks))
         table = engine.pin(len(missing_blocks))
         engine.remember(table, missing_blocks)
+        windowed = _windowed_layers(engine)
+        window_table = engine.pin_windows(missing_blocks) if windowed else []
         places = torch.tensor(list(missing_blocks.values()), dtype=torch.int64)[:, None] + torch.arange(
             engine.block_size
         )  # [blocks, B]
-        slots = _pin_states(engine, file, token_ids.tolist())
+        slots = _pin_states(engine, file, token_ids)
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
                 problem = f"{file.path}: {name} holds NaN or infinite numbers"
@@ -151,7 +157,35 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
                 for row, slot in slots.items():
                     engine.executor.run(WriteState(name, content[row], slot))
             else:
-                engine.executor.run(WriteBlocks(name, content[places], table))
+                is_windowed = int(name.split(".")[1]) in windowed
+                engine.executor.run(WriteBlocks(name, content[places], window_table if is_windowed else table))
+
+
+def _token_ids(file: KeptFile) -> list[int]:
+    if file.weights.dtypes.get(TOKENS) != torch.int64 or len(file.weights.shapes[TOKENS]) != 1:
+        raise _damaged(file.path)
+    (_, token_ids), *_ = file.weights.read([TOKENS])
+    numbers: list[int] = token_ids.tolist()
+    return numbers
+
+
+def _check_room(engine: Engine, file: KeptFile, num_blocks: int) -> None:
+    remedy = "raise device.kv_cache_memory, or leave it out"
+    if num_blocks >= (num_free := engine.num_free_blocks):  # a row needs at least one block
+        problem = f"{file.path} needs {num_blocks} blocks of the KV cache, but {num_free} are free"
+        raise UserError(f"device.kept_prefixes: {problem}: {remedy}")
+    if (num_free_windows := engine.num_free_window_blocks) is not None and num_blocks > num_free_windows:
+        problem = f"{file.path} needs {num_blocks} blocks of layers with windows, but {num_free_windows} are free"
+        raise UserError(f"device.kept_prefixes: {problem}: {remedy}")
+
+
+def _windowed_layers(engine: Engine) -> set[int]:
+    """Return the numbers of the layers of all stages that have blocks of their own."""
+    if engine.num_free_window_blocks is None:
+        return set()
+    model = engine.executor.model
+    contents = dict(zip(model.local_layers, model.layer_caches, strict=False)) | model.other_caches
+    return {number for number, content in contents.items() if content.window is not None}
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:

@@ -1,5 +1,8 @@
 """Drafts of a smaller model with the same tokens. Its own KV cache uses the block tables of the main model.
 
+Its layers with windows use these block tables too: when it computes a prompt, the main model has released the prompt's
+first window blocks.
+
 It computes by itself all tokens that its cache lacks: prompts, and tokens that another proposer drafted. Its cache
 content decides how many drafts are accepted, but never which tokens are generated. Recurrent layers have slots of their
 own (`DraftStates`).
@@ -88,7 +91,7 @@ class ModelProposer(Proposer):
 
         Tokens that the draft model lacks have -inf.
         """
-        logits = self.executor.execute(flat_batch(new, self._block_size)).logits
+        logits = self.executor.execute(flat_batch(new, self._block_size, is_draft=True)).logits
         return pad(logits, (0, self._vocab_size - self._draft_vocab_size), value=-torch.inf)
 
     def _uncached_tokens(self, sequences: list[Sequence]) -> list[NewTokens]:

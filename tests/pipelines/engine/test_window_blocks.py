@@ -1,27 +1,37 @@
 """Layers with windows keep only the blocks that the next tokens attend to, and every output is as with one pool."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType
-from conf.speculation import Speculate
+from conf.quantization import KVCacheFormat, QuantConfig
+from conf.schema import DeviceConfig, DeviceType, RunConfig
+from conf.speculation import Speculate, SpeculationConfig
 from models.causal_lm import CacheContent
 from models.layers.attention import Heads
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import CacheRoom, allocate_kv_cache, cache_room, choose_sizes, choose_window_blocks
+from pipelines.engine.proposers.model import ModelProposer
+from pipelines.engine.request import SequenceGroup
 from pipelines.engine.window_blocks import blocks_per_sequence
 from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading import assembly
 from pipelines.loading.build_engine import build_engine
+from pipelines.loading.kept_prefixes import open_kept, place_kept
+from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import ReadyModel, resolve_model
 from tests.helpers.builders import generate, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import write_other
+from tests.helpers.divided import plan_of
+from tests.helpers.kept_prefixes import DECODE, complete, keep
 
 KINDS = (
     {"temperature": 0.0, "logprobs": 2},
@@ -44,6 +54,12 @@ def engine_with(folder: Path, window_blocks: bool, block_size: int, max_tokens: 
     ready = ReadyModel(resolve_model(run.model), run.model, run.quant)
     cpu = torch.device("cpu")
     return build_engine(ready, cpu, device, run.parallel, run.decode, 3, NO_PROGRESS, window_blocks)
+
+
+def on_cpu(run: RunConfig, **device: Any) -> Engine:
+    engine = load_engine(replace(run, device=DeviceConfig(DeviceType.cpu, **device)), 3)
+    assert 0 < engine.executor.cache.num_window_blocks < engine.num_blocks
+    return engine
 
 
 def outputs_of(engine: Engine, seed: int) -> list[object]:
@@ -90,6 +106,124 @@ def test_a_sequence_owns_its_window_alone(tmp_path: Path) -> None:
     refusal = r"the request has 30 sequences, but layers with windows have blocks for \d+: ask for fewer"
     with pytest.raises(UserError, match=refusal):
         engine.request(0, [3], DecodeConfig(n=30, temperature=1.0, max_new_tokens=1))
+    num_pinned = engine.num_free_window_blocks
+    assert num_pinned == windows.num_blocks - 128 // 16 - blocks_per_sequence(window, 16)
+    engine.pin_windows([b"%d" % number for number in range(num_pinned)])
+    assert (engine.num_free_window_blocks, engine.requests.max_window_sequences, windows.max_sequences) == (0, 1, 1)
+    outputs = generate(engine, [[3] * 300, [5] * 300], DECODE)  # one after the other
+    assert [output.error for output in outputs] == [None, None]
+
+
+BEGINNING, OTHER = [3 + i * 7 % 91 for i in range(300)], [4 + i * 5 % 89 for i in range(250)]
+ROWS = BEGINNING, BEGINNING[:96], BEGINNING[:128] + OTHER[100:200]
+SHARED = [  # prompts, each with the number of tokens that it shares with a kept row
+    ([*BEGINNING[:150], 7, 8], 150),
+    ([*ROWS[2][:190], 9], 190),
+    ([*BEGINNING, 3], 288),
+    (BEGINNING[:288], 287),  # its last token is computed
+    ([*BEGINNING[:96], 3, 4], 96),
+    ([*ROWS[2], 5], 224),
+    ([*OTHER, 6], 240),
+]
+
+
+@pytest.mark.long
+@each(
+    "family, kv_cache, changes",
+    [
+        ("gpt_oss", "int4", {"sliding_window": 70}),
+        ("gemma3", "none", {"sliding_window": 70}),
+        ("gemma3", "int8", {}),
+        ("llama4_text", "fp8", {}),
+        ("starcoder2", "none", {"sliding_window": 9}),  # in every layer
+    ],
+)
+def test_kept_prompts_are_found_in_both_pools(
+    family: str, kv_cache: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files and rows that share a beginning, with other sizes of blocks and steps, before and after evictions."""
+    write_other(tmp_path / "model", family, max_position_embeddings=1024, **changes)
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 3)
+    run = replace(run_config(tmp_path / "model"), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
+    files = [tmp_path / "first", tmp_path / "second"]
+    keep(run, files[0], *({"prompt_token_ids": row} for row in ROWS))
+    keep(run, files[1], {"prompt_token_ids": OTHER})
+    plain, draw, kept = load_engine(run, 3), random.Random(3), [str(file) for file in files]
+    expected = [complete(plain, prompt, replace(DECODE, prefix_cache=False)).completions for prompt, _ in SHARED]
+    fillers = [[draw.randrange(3, 96) for _ in range(400)] for _ in range(9)]
+    for size, max_tokens in ((16, 256), (64, 128), (4, 16), (1, 37)):
+        engine = on_cpu(run, block_size=size, max_batched_tokens=max_tokens, kept_prefixes=kept)
+        assert engine.requests.max_window_sequences == 3
+        for _ in range(2):
+            outputs = [complete(engine, prompt) for prompt, _ in SHARED]
+            assert [output.completions for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [n // size * size for _, n in SHARED]
+            generate(engine, fillers, DECODE)  # evict all blocks that are not pinned
+
+
+@pytest.mark.long
+@each("family", ["gemma3", "gpt_oss"])
+def test_kept_windows_stay_while_rows_are_preempted(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: list[SequenceGroup]
+) -> None:
+    write_other(tmp_path / "model", family, max_position_embeddings=1024)
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 3)
+    run, kept = run_config(tmp_path / "model"), tmp_path / "kept"
+    keep(run, kept, {"prompt_token_ids": BEGINNING})
+    sizes: dict[str, Any] = {"block_size": 16, "max_batched_tokens": 16}
+    cache = on_cpu(run, kept_prefixes=[str(kept)], **sizes).executor.cache
+    num_bytes = cache.num_window_blocks * cache.windowed.bytes_per_token + 58 * cache.unwindowed.bytes_per_token
+    engine = on_cpu(run, kept_prefixes=[str(kept)], kv_cache_memory=str(16 * num_bytes), **sizes)
+    assert engine.num_blocks == 58
+    assert engine.requests.num_blocks == 58 - 18
+    prompts = [BEGINNING + OTHER[:160], OTHER[:170], OTHER[40:210]]
+    decode, plain = replace(DECODE, max_new_tokens=60), load_engine(run, 3)
+    expected = generate(plain, prompts, decode)
+    preempted.clear()
+    for _ in range(3):
+        outputs = generate(engine, prompts, decode)
+        assert [output.completions for output in outputs] == [output.completions for output in expected]
+        assert (outputs[0].num_cached_tokens or 0) >= 288  # more if its own blocks are still cached
+    assert preempted
+    assert complete(engine, [*BEGINNING, 3]).num_cached_tokens == 288
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 16)
+    roomy = on_cpu(run, **sizes)
+    roomy.pin(1)  # from now on a kept block has different numbers in the two pools
+    place_kept(roomy, open_kept([str(kept)], plan_of(run)))
+    output = complete(roomy, [*BEGINNING, 3])
+    assert (output.num_cached_tokens, output.completions) == (288, complete(plain, [*BEGINNING, 3]).completions)
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 1)
+    alone = load_engine(replace(run, device=DeviceConfig(DeviceType.cpu, **sizes)), 1)
+    message = r"kept needs 18 blocks of layers with windows, but 0 are free: raise device.kv_cache_memory, or leave"
+    with pytest.raises(UserError, match=message):
+        place_kept(alone, open_kept([str(kept)], plan_of(run)))
+
+
+@pytest.mark.long
+@each("family", ["gemma3", "gpt_oss", "llama4_text"])
+def test_a_draft_model_reads_whole_prompts(family: str, tmp_path: Path) -> None:
+    """The model drafts for itself, so each draft is right. Prompts begin with a kept row or with cached blocks."""
+    write_other(tmp_path / "model", family, max_position_embeddings=1024)
+    run, kept, draw = run_config(tmp_path / "model"), tmp_path / "kept", random.Random(1)
+    keep(run, kept, {"prompt_token_ids": BEGINNING})
+    speculation = SpeculationConfig(model_path=str(tmp_path / "model"), adaptive=False)
+    plain = DecodeConfig(max_new_tokens=40, ignore_eos=True, logprobs=2)
+    drafted = replace(plain, speculate=Speculate.model, speculation=speculation)
+    prompts = [BEGINNING[: draw.choice((0, 100, 256))] + [draw.randrange(3, 96) for _ in range(70)] for _ in range(6)]
+    expected = generate(load_engine(run, 3), prompts, plain)
+    for size, max_tokens in ((16, 256), (4, 400), (1, 333)):
+        sizes = {"block_size": size, "max_batched_tokens": max_tokens}
+        engine = on_cpu(replace(run, decode=drafted), kept_prefixes=[str(kept)], **sizes)
+        proposer = engine.speculator.proposers[Speculate.model]
+        assert isinstance(proposer, ModelProposer)
+        with patch.object(proposer.executor, "execute", wraps=proposer.executor.execute) as execute:
+            for _ in range(2):
+                outputs = generate(engine, prompts, drafted)
+                assert [output.completions for output in outputs] == [output.completions for output in expected]
+        counts = engine.speculator.counts
+        assert counts.num_accepted_tokens == counts.num_drafted_tokens > 0
+        # A captured step of the draft model has no place for windows.
+        assert {call.args[0].shape.num_windowed for call in execute.call_args_list} == {0}
 
 
 def test_windows_without_a_gain_share_the_blocks_of_all_layers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaForCausalLM
+from transformers import Gemma3ForCausalLM
 
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
@@ -24,6 +24,7 @@ from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.prefix import run_prefix
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.catalog import write_other
 from tests.helpers.command import run as command
 from tests.helpers.kept_prefixes import BEGINNING, DECODE, OTHER, complete, keep, write_data
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
@@ -135,10 +136,12 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         with_kept(run, tmp_path / "kept")
 
 
-def test_adapters_keep_rows_apart(folder: Path, tmp_path: Path) -> None:
-    """Another adapter with the same name does not match, and a missing adapter is reported."""
+def test_adapters_keep_rows_apart(tmp_path: Path) -> None:
+    """Another adapter with the same name does not match, and a missing adapter is reported. Windows have own blocks."""
+    folder = tmp_path / "gemma"
+    write_other(folder, "gemma3", max_position_embeddings=1024)
     for seed, name in enumerate("ab"):
-        write_adapter(tmp_path / name, folder, LlamaForCausalLM, seed=seed, target_modules=["q_proj", "v_proj"])
+        write_adapter(tmp_path / name, folder, Gemma3ForCausalLM, seed=seed, target_modules=["q_proj", "v_proj"])
     run = run_of(folder)
 
     def adapted(**folders: Path) -> RunConfig:
@@ -148,6 +151,7 @@ def test_adapters_keep_rows_apart(folder: Path, tmp_path: Path) -> None:
     keep(adapted(fr=tmp_path / "a"), tmp_path / "kept", row | {"adapter": "fr"})
     moved = adapted(de=tmp_path / "b", other=tmp_path / "a")
     engine, plain = with_kept(moved, tmp_path / "kept"), load_engine(moved, 3)
+    assert engine.executor.cache.num_window_blocks > 0
     output = complete(engine, [*BEGINNING, 3], adapter="other")
     assert output.num_cached_tokens == 32
     assert output.completions == complete(plain, [*BEGINNING, 3], adapter="other").completions
@@ -205,6 +209,8 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
     ):
         refused("bad is damaged, or was not made by task=prefix: make it again", rows=rows)
     refused("is damaged", identity="[]")
+    for wrong_tokens in ({}, {"tokens": tensors["tokens"].float()}, {"tokens": tensors["tokens"][None]}):
+        refused("is damaged", {other: t for other, t in tensors.items() if other != "tokens"} | wrong_tokens)
     refused(
         r"keys.0 is torch.float32\[32, 2, 16\], not torch.float32\[33, 2, 16\]",
         rows=json.dumps([row | {"num_tokens": 33}]),

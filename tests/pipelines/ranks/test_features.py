@@ -24,6 +24,7 @@ from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import ALL_LINEAR, Rows, completions, load_with, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
+from tests.helpers.catalog import write_other
 from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.drafts import PROMPTS, SETTINGS
 from tests.helpers.kept_prefixes import BEGINNING, OTHER, complete, keep
@@ -203,14 +204,22 @@ def test_a_prefix_of_another_model_is_refused_by_the_whole_models_sizes(llama: P
         load_engine(replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2)), 3)
 
 
-@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "int4"), (3, "none"), (1, "int8")])
-def test_kept_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
-    run = replace(run_config(llama), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
+@pytest.mark.parametrize(
+    ("family", "tp", "kv_cache"), [("gpt_oss", 2, "int4"), ("llama", 3, "none"), ("gemma3", 1, "int8")]
+)
+def test_kept_prefixes(llama: Path, tmp_path: Path, family: str, tp: int, kv_cache: str) -> None:
+    """Layers with windows have blocks of their own, also in the other stage."""
+    folder = llama
+    if family != "llama":
+        folder = tmp_path / family
+        write_other(folder, family, max_position_embeddings=1024)
+    run = replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
     keep(run, tmp_path / "kept")
     prompt = [*BEGINNING, 3, 4]
     expected = complete(load_engine(run, 3), prompt).completions
     with_file = replace(run, device=replace(run.device, kept_prefixes=[str(tmp_path / "kept")]))
     with divided(with_file, tp) as engine:
+        assert (engine.executor.cache.num_window_blocks > 0) == (family != "llama")
         output = complete(engine, prompt)
     assert output.num_cached_tokens == 32
     assert output.completions == expected
