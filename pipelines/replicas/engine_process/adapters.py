@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class NoAdapter(UserError):
-    """The allowed folders do not contain the adapter. The message does not say what the path is instead."""
+    """The allowed folders do not contain the adapter. The message does not say whether the path exists."""
 
 
 def change_adapters(engine: Engine, frame: LoadAdapter | UnloadAdapter) -> AdapterChanged:

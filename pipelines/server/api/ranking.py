@@ -1,6 +1,5 @@
 """Requests and answers of /v1/rerank and /v1/score, in the formats of vLLM's API."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from pydantic import Field
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.generation import RequestContext
 from pipelines.server.api.pooled_prompts import MAX_INPUTS, PooledBody, Texts
+from pipelines.server.api.pooling import list_body
 from pipelines.server.api.requests import NumTokens, Shape
 
 
@@ -67,8 +67,8 @@ class RerankRequest(PairsRequest):
 
     query: str
     documents: Documents
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    """Number of results. None: all documents."""
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """Number of results. None, or 0 as in vLLM's API: all documents."""
     return_documents: bool | None = None
     """Whether results contain the texts. The default is true."""
 
@@ -122,7 +122,7 @@ def rerank_body(
     request: RerankRequest, context: RequestContext, scores: list[float], num_tokens: int
 ) -> dict[str, Any]:
     """Return the answer. The first of equal documents comes first."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
     texts = request.pairs.documents if request.return_documents is not False else None
     return {
         "id": context.id,
@@ -137,11 +137,5 @@ def rerank_body(
 
 def score_body(context: RequestContext, scores: list[float], num_tokens: int) -> dict[str, Any]:
     """Return the answer."""
-    return {
-        "id": context.id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": context.model,
-        "data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)],
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
+    return list_body(context, data, num_tokens)

@@ -17,6 +17,7 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
+from pipelines.server.api.pooled_prompts import TextEncoder
 from pipelines.server.api.pooling import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.ranking import ScoreRequest, cosine_similarities
 from pipelines.server.api.requests import CompletionRequest
@@ -102,6 +103,19 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     assert 7 < body["usage"]["prompt_tokens"] <= 14
 
 
+def check_few_are_encoded_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before, encode = FakeEngine(pooled="vector"), list[int](), TextEncoder.text
+
+    def noting(encoder: TextEncoder, text: str, instruction: str) -> list[int]:
+        before.append(len(engine.submitted))
+        return encode(encoder, text, instruction)
+
+    monkeypatch.setattr(TextEncoder, "text", noting)
+    documents = ["b"] * 2 * IN_ENGINE
+    assert ask("POST", "/rerank", service_of(engine), json={"query": "a", "documents": documents}).status_code == 200
+    assert before == [i // IN_ENGINE * IN_ENGINE for i in range(len(documents) + 1)]
+
+
 async def score_without_tokenizer() -> None:
     exchange, chat = exchange_of(FakeEngine(pooled="vector")), Chat(None, ServeConfig())
     with pytest.raises(ApiError, match="no tokenizer, which texts need: start it with model.tokenizer"):
@@ -109,7 +123,7 @@ async def score_without_tokenizer() -> None:
     chat.close()
 
 
-def test_documents_are_sorted_and_pairs_are_scored() -> None:
+def test_documents_are_sorted_and_pairs_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path of vLLM's API. The fake engine's vectors are the number and the sum of a text's tokens."""
     engine = FakeEngine(pooled="vector")
     texts = ["a cat", "", "dogs and cats", "a cat"]
@@ -133,6 +147,8 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         assert ranking["usage"]["prompt_tokens"] == sum(len(s.prompt_token_ids) for s in engine.submitted)
     short = asked("/rerank", query="a dog", documents=texts, top_n=2, return_documents=False)["results"]
     assert [(result["index"], "document" in result) for result in short] == [(i, False) for i in order[:2]]
+    for top_n in (0, 4, 10**30):  # 0 is all, as in vLLM
+        assert len(asked("/rerank", query="a dog", documents=texts, top_n=top_n)["results"]) == 4
     for path, names in (("/score", ("text_1", "text_2")), ("/v1/score", ("queries", "documents"))):
         one = asked(path, **dict(zip(names, ("a dog", texts), strict=True)))["data"]
         assert [item["index"] for item in one] == [0, 1, 2, 3]
@@ -147,6 +163,7 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         answer = ask("POST", "/score", service_of(engine), json=body)
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
     run_async(score_without_tokenizer())
+    check_few_are_encoded_in_advance(monkeypatch)
     assert cosine_similarities([[0.0, 0.0], [1.0, 2.0]], [(0, 1)]) == [0.0]
     for path, body in (
         ("/rerank", {"query": "a", "documents": ["b"]}),

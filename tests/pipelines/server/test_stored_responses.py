@@ -134,7 +134,7 @@ async def check_responses_are_read_and_deleted(tmp_path: Path) -> None:
         assert await server.is_kept(second.id)  # its row has the whole conversation
         await server.answer("More", previous_response_id=second.id)
         for call in (server.alice.responses.delete, server.alice.responses.cancel, server.alice.responses.retrieve):
-            with pytest.raises(openai.NotFoundError, match="there is no response"):
+            with pytest.raises(openai.NotFoundError, match="does not exist: it was not stored"):
                 await call(first.id)
         deleted = await server.http.delete(f"/v1/responses/{second.id}")
         assert deleted.json() == {"id": second.id, "object": "response", "deleted": True}
@@ -343,7 +343,9 @@ async def check_a_file_is_read_after_a_restart(tmp_path: Path) -> None:
         lost = {**(await server.answer(store=True)).to_dict(), "id": "resp_lost", "status": "in_progress"}
         assert await server.store.save("alice", lost, [])
         large = (await server.answer([{"type": "mcp_call", "text": "x" * 50_000}, {"role": "user", "content": "a"}])).id
+    path.chmod(0o644)
     async with serving(response_store=str(path)) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert await server.is_kept(answer.id)
         response = await server.alice.responses.retrieve("resp_lost")
         assert (response.status, response.error and response.error.code) == ("failed", "server_error")
@@ -409,6 +411,8 @@ async def check_a_locked_file(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(store, "LOCKED_S", 0.001)
             second = Server(response_store=path)
+            await check_fails(second)
+            monkeypatch.setattr(store, "LOCKED_S", 1000.0)  # only the first request waits
             await check_fails(second)
         with (
             closing(sqlite3.connect(path, timeout=0)) as other,
