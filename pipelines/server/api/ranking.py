@@ -87,14 +87,16 @@ class ScoreRequest(PairsRequest):
     queries: Texts | None = None
     documents: Texts | None = None
     text_1: Texts | None = None
-    """Another name of `queries`."""
     text_2: Texts | None = None
-    """Another name of `documents`."""
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    items: Texts | None = None
+    """Other names of `queries` and `documents`."""
 
     @cached_property
     def pairs(self) -> Pairs:
-        queries = _one_of("queries", self.queries, "text_1", self.text_1)
-        documents = _one_of("documents", self.documents, "text_2", self.text_2)
+        queries = self._one_of("queries", "text_1", "data_1")
+        documents = self._one_of("documents", "text_2", "data_2", "items")
         if len(queries) not in (1, len(documents)):
             raise bad_request(
                 f"queries has {len(queries)} texts and documents {len(documents)}: give one query, or one for each document",
@@ -102,12 +104,12 @@ class ScoreRequest(PairsRequest):
             )
         return Pairs(queries, documents)
 
-
-def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None) -> list[str]:
-    if (texts is None) == (other is None):
-        raise bad_request(f"give either {name} or {other_name}", name)
-    chosen = other if texts is None else texts
-    return [chosen] if isinstance(chosen, str) else chosen or []
+    def _one_of(self, *names: str) -> list[str]:
+        """Return the texts of the only one of these fields that is given. Raises ApiError."""
+        given = [texts for name in names if (texts := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise bad_request(f"give one of {', '.join(names)}", names[0])
+        return [given[0]] if isinstance(given[0], str) else given[0]
 
 
 def cosine_similarities(vectors: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> list[float]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.errors import ApiError, bad_request, failed, not_allowed, renamed_errors
+from pipelines.server.api.errors import SERVER_ERROR, ApiError, bad_request, failed, not_allowed, renamed_errors
 from pipelines.server.api.response_requests import NAMES, ResponseRequest
 from pipelines.server.api.responses import ResponseWriter
 from pipelines.server.api.skipping import header_of
@@ -78,7 +78,8 @@ class KeptResponses:
             queued = writer.response("queued")
             run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
             if not await self._store.save(record.key, queued, run.items):
-                raise ApiError(503, "the response cannot be stored: leave background out", code="response_store")
+                message = "the response cannot be stored: leave background out"
+                raise ApiError(503, message, SERVER_ERROR, code="response_store")
             self._running[record.key, queued["id"]] = run
             self._service.began()
             task = asyncio.create_task(self._finish(run, resources.pop_all()))

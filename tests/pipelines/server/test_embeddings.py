@@ -1,6 +1,7 @@
 """Vectors from the engine's process equal those of `task=embed`."""
 
 import base64
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_documents_are_sorted_and_pairs_are_scored(monkeypatch: pytest.MonkeyPat
     assert [(result["index"], "document" in result) for result in short] == [(i, False) for i in order[:2]]
     for top_n in (0, 4, 10**30):  # 0 is all, as in vLLM
         assert len(asked("/rerank", query="a dog", documents=texts, top_n=top_n)["results"]) == 4
-    for path, names in (("/score", ("text_1", "text_2")), ("/v1/score", ("queries", "documents"))):
+    names_of_score = ("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("queries", "items")
+    for path, names in product(("/score", "/v1/score"), names_of_score):
         one = asked(path, **dict(zip(names, ("a dog", texts), strict=True)))["data"]
         assert [item["index"] for item in one] == [0, 1, 2, 3]
         assert [item["score"] for item in one] == pytest.approx(cosines, abs=1e-12)
@@ -157,8 +159,8 @@ def test_documents_are_sorted_and_pairs_are_scored(monkeypatch: pytest.MonkeyPat
         assert [item["score"] for item in each] == pytest.approx([1.0] * 4, abs=1e-12)
     for body, message in (
         ({"queries": ["a", "b"], "documents": ["a"] * 3}, "queries has 2 texts and documents 3: give one query"),
-        ({"queries": "a"}, "give either documents or text_2"),
-        ({"queries": "a", "text_1": "a", "documents": "b"}, "give either queries or text_1"),
+        ({"queries": "a"}, "give one of documents, text_2, data_2, items"),
+        ({"queries": "a", "text_1": "a", "documents": "b"}, "give one of queries, text_1, data_1"),
     ):
         answer = ask("POST", "/score", service_of(engine), json=body)
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)

@@ -369,7 +369,11 @@ async def check_fails(server: Server, is_read: bool = True) -> None:
     assert (last.type, last.response.store) == ("response.incomplete", False)
     with pytest.raises(openai.InternalServerError) as refused:
         await server.answer(background=True)
-    assert (refused.value.status_code, refused.value.code) == (503, "response_store")
+    assert (refused.value.status_code, refused.value.code, refused.value.type) == (
+        503,
+        "response_store",
+        "server_error",
+    )
     calls = server.alice.responses
     for call in (calls.retrieve, calls.delete, calls.cancel, calls.input_items.list) if is_read else ():
         with pytest.raises(openai.InternalServerError) as refused:
