@@ -153,7 +153,8 @@ async def _inputs(body: PooledInputs, session: EngineSession, chat: Chat) -> tup
         return inputs, "input"
     fields = body.model_dump(exclude_none=True, by_alias=True, include={"messages", "chat_template_kwargs"})
     fields |= {"model": session.context.model, "add_generation_prompt": False}
-    prompt = await chat.encode(check_request(ChatRequest, fields))
+    most = session.info.context_length if body.truncate_prompt_tokens is None else None
+    prompt = await chat.encode(check_request(ChatRequest, fields), most)
     session.record.warnings += prompt.warnings
     return [prompt.token_ids], "messages"
 
