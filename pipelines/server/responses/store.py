@@ -115,7 +115,11 @@ class ResponseStore:
             if row is None:
                 return None
             response, items, size = row
-            return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items), size)
+            return StoredResponse(
+                msgspec.json.decode(response, type=dict[str, Any]),
+                msgspec.json.decode(items, type=list[dict[str, Any]]),
+                size,
+            )
 
         return await self._run(select)
 

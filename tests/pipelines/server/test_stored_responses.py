@@ -7,6 +7,7 @@ import sqlite3
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -393,7 +394,15 @@ async def check_a_corrupt_file(tmp_path: Path) -> None:
         await check_fails(server)
         assert path.read_bytes() == b"not a database" * 1000
         path.unlink()
-        assert await server.is_kept((await server.answer()).id)
+        assert await server.is_kept((answer := await server.answer()).id)
+        changes = [
+            f"UPDATE responses SET {change}" for change in ("response = '[]'", "items = '[5]'", "response = '{'")
+        ]
+        for change in changes:
+            await server.store._run(methodcaller("execute", change))
+            with pytest.raises(openai.InternalServerError) as refused:
+                await server.alice.responses.retrieve(answer.id)
+            assert refused.value.code == "response_store"
 
 
 async def check_another_programs_database(tmp_path: Path) -> None:
