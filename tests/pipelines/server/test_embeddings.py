@@ -105,15 +105,19 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
 
 
 def check_few_are_encoded_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a request has begun, the prompts of other requests do not make it fail."""
     engine, before, encode = FakeEngine(pooled="vector"), list[int](), TextEncoder.text
+    service = service_of(engine, max_waiting_tokens=1000)
 
     def noting(encoder: TextEncoder, text: str, instruction: str) -> list[int]:
         before.append(len(engine.submitted))
+        if len(before) == IN_ENGINE + 1:
+            service.admission.wait(1001)
         return encode(encoder, text, instruction)
 
     monkeypatch.setattr(TextEncoder, "text", noting)
     documents = ["b"] * 2 * IN_ENGINE
-    assert ask("POST", "/rerank", service_of(engine), json={"query": "a", "documents": documents}).status_code == 200
+    assert ask("POST", "/rerank", service, json={"query": "a", "documents": documents}).status_code == 200
     assert before == [i // IN_ENGINE * IN_ENGINE for i in range(len(documents) + 1)]
 
 
