@@ -61,7 +61,7 @@ def _load(engine: Engine, frame: LoadAdapter) -> str:
 
 
 def _check_size(folder: Path) -> None:
-    """Raise UserError if too little memory is free to read an adapter. Without it the system may end the process."""
+    """Raise UserError if too little memory is free to read an adapter. Else the system could end the process."""
     size = sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
     if COPIES * size > (free := free_memory(torch.device("cpu"), 1.0)):
         needed = f"reading its {size} bytes needs {COPIES} times as much memory"
