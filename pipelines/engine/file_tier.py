@@ -95,7 +95,7 @@ class _Records:
         self._changed = threading.Condition()  # guards all that follows
         self._pending: dict[bytes, Tensor] = {}  # oldest first
         self._max_pending = max(1, QUEUE_BYTES // num_bytes)
-        self._written: tuple[bytes, Tensor] | None = None  # what the writer writes now
+        self._written: tuple[bytes, Tensor] | None = None  # the content that is being written
         self._is_ending = self._is_failed = self._has_warned = False
         self._places, self._free, self._num_writes = self._read_table(header)
         self._step = 1  # from one write's number to the next
@@ -260,10 +260,11 @@ def _open_locked(path: Path) -> int:
         raise _not_writable(path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(fd, 0o600)  # the file may be older
     except BlockingIOError as error:
         os.close(fd)
         raise _refusal(f"another process uses {path}: give each process its own folder") from error
-    except OSError as error:  # a file system without locks
+    except OSError as error:  # a file system without locks, or a file of another user
         os.close(fd)
         raise _not_writable(path, error) from error
     return fd

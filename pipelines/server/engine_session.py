@@ -74,14 +74,17 @@ class EngineSession:
         return loaded(self._engine).with_named(*self.named)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
-        """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503)."""
+        """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503).
+
+        Only the first prompts are refused with 429: a request that has begun continues.
+        """
         assert all(in_flight.answer.is_over for in_flight in self._in_flight)
         self._in_flight.clear()
         self.dones.clear()
         is_background = self.record.batch is not None
-        if not is_background:
-            self._admission.check(sum(len(submit.prompt_token_ids) for submit in submits))
         if self.record.submitted_s is None:
+            if not is_background:
+                self._admission.check(sum(len(submit.prompt_token_ids) for submit in submits))
             self.record.submitted_s = time.time() - self.record.began
         for submit in submits:
             waiting = None if is_background else self._admission.wait(len(submit.prompt_token_ids))

@@ -1,9 +1,10 @@
 """The routes that read vectors, label outputs and scores of texts, without generation."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
-from conf.errors import UserError
 from pipelines.replicas.engine_process.client import EngineRefused
 from pipelines.replicas.engine_process.frames import Pooled, Ready, SubmitPooled
 from pipelines.server.api.answer_shapes import Classes, Embeddings, PooledOutputs, Ranking, Scores
@@ -36,31 +37,36 @@ from pipelines.server.engine_response import Result
 from pipelines.server.engine_session import EngineSession
 from pipelines.server.route import Route
 
+Encoding: TypeAlias = Callable[[], Awaitable[list[int]]]
+"""Encodes a prompt in a thread."""
+
 
 async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
     """Compute embeddings of texts."""
-    prompts = await _prompts(body, body.inputs, _pooling_model(session, "vector"), session, chat)
-    vectors = await _pooled(prompts, session, "input")
-    num_tokens = sum(map(len, prompts))
+    model = _pooling_model(session, "vector")
+    vectors, num_tokens = await _outputs(body, body.inputs, "input", model, session, chat)
     return embedding_body(body, session.context.model, session.info.fingerprint, vectors, num_tokens)
 
 
 async def classify(body: ClassifyRequest, session: EngineSession, chat: Chat) -> Result:
     """Return the labels of texts and their probabilities, in the format of vLLM's API."""
     model = _pooling_model(session, "labels")
-    prompts, outputs = await _outputs(body, model, session, chat)
+    inputs, param = await _inputs(body, session, chat)
+    outputs, num_tokens = await _outputs(body, inputs, param, model, session, chat)
     activation = "none" if body.use_activation is False else model.activation
     probs = [probabilities(output, activation) for output in outputs]
-    return classify_body(session.context, model, probs, sum(map(len, prompts)))
+    return classify_body(session.context, model, probs, num_tokens)
 
 
 async def pooling(body: PoolingRequest, session: EngineSession, chat: Chat) -> Result:
     """Return the vectors or the label outputs of texts, in the format of vLLM's API."""
     model = _pooling_model(session, "vector", "labels")
-    prompts, outputs = await _outputs(body, model, session, chat)
+    _check_activation(body, model)
+    inputs, param = await _inputs(body, session, chat)
+    outputs, num_tokens = await _outputs(body, inputs, param, model, session, chat)
     if body.use_activation:
         outputs = [probabilities(output, model.activation) for output in outputs]
-    return pooling_body(body, session.context, outputs, sum(map(len, prompts)))
+    return pooling_body(body, session.context, outputs, num_tokens)
 
 
 async def rerank(body: RerankRequest, session: EngineSession, chat: Chat) -> Result:
@@ -85,22 +91,16 @@ async def _scores(body: PairsRequest, session: EngineSession, chat: Chat, param:
     if model.pooled == "labels" and len(model.labels) != 1:
         problem = f"this model has {len(model.labels)} labels, and a score needs one"
         raise bad_request(f"{problem}: ask /classify, or a reranker", "model")
-    if body.use_activation is not None and model.pooled != "labels":
-        raise bad_request("use_activation is a classifier's, which this model is not: leave it out", "use_activation")
+    _check_activation(body, model)
     encoder = TextEncoder(model, chat.tokenizer, body, param)
-    prompts = await _pair_prompts(body, encoder, model, chat, param)
-    session.record.warnings += encoder.warnings
-    outputs = await _pooled(prompts, session, param)
-    num_tokens = sum(map(len, prompts))
+    outputs, num_tokens = await _pooled(await _pair_prompts(body, encoder, model, chat), encoder, session)
     if model.pooled == "vector":
         return await asyncio.to_thread(body.pairs.cosines, outputs), num_tokens
     activation = "none" if body.use_activation is False else model.activation
     return [probabilities(output, activation)[0] for output in outputs], num_tokens
 
 
-async def _pair_prompts(
-    body: PairsRequest, encoder: TextEncoder, model: Ready, chat: Chat, param: str
-) -> list[list[int]]:
+async def _pair_prompts(body: PairsRequest, encoder: TextEncoder, model: Ready, chat: Chat) -> list[Encoding]:
     """Return a prompt of each text for an embedding model, else a prompt of each pair."""
     pairs = body.pairs
 
@@ -114,18 +114,20 @@ async def _pair_prompts(
     if model.pooled == "vector":
         instructions = [model.query_instruction] * len(queries) + [model.document_instruction] * len(documents)
         return [
-            await chat.in_thread(len(text), encoder.text, text, instruction)
+            partial(chat.in_thread, len(text), encoder.text, text, instruction)
             for text, instruction in zip([*queries, *documents], instructions, strict=True)
         ]
     if len(queries) == 1:
         queries *= len(documents)
-    try:
-        return [
-            await chat.in_thread(len(query) + len(document), encoder.pair, query, document)
-            for query, document in zip(queries, documents, strict=True)
-        ]
-    except UserError as error:
-        raise bad_request(str(error), param) from error
+    return [
+        partial(chat.in_thread, len(query) + len(document), encoder.pair, query, document)
+        for query, document in zip(queries, documents, strict=True)
+    ]
+
+
+def _check_activation(body: PooledInputs | PairsRequest, model: Ready) -> None:
+    if body.use_activation is not None and model.pooled != "labels":
+        raise bad_request("use_activation is a classifier's, which this model is not: leave it out", "use_activation")
 
 
 def _pooling_model(session: EngineSession, *kinds: Pooled) -> Ready:
@@ -143,50 +145,56 @@ def _pooling_model(session: EngineSession, *kinds: Pooled) -> Ready:
     raise bad_request(f"{gives}: ask {' or '.join(needed[kind] for kind in kinds)}", "model")
 
 
-async def _outputs(
-    body: PooledInputs, model: Ready, session: EngineSession, chat: Chat
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the prompts, and the output of each."""
+async def _inputs(body: PooledInputs, session: EngineSession, chat: Chat) -> tuple[list[Prompt], str]:
+    """Return the inputs and the name of their field. A conversation becomes the tokens of its prompt."""
     inputs = body.inputs
     if body.messages is None:
-        prompts = await _prompts(body, inputs, model, session, chat)
-    else:
-        fields = body.model_dump(exclude_none=True, by_alias=True, include={"messages", "chat_template_kwargs"})
-        fields |= {"model": session.context.model, "add_generation_prompt": False}
-        prompts = [(await chat.encode(check_request(ChatRequest, fields))).token_ids]
-    return prompts, await _pooled(prompts, session, "input" if body.messages is None else "messages")
+        return inputs, "input"
+    fields = body.model_dump(exclude_none=True, by_alias=True, include={"messages", "chat_template_kwargs"})
+    fields |= {"model": session.context.model, "add_generation_prompt": False}
+    most = session.info.context_length if body.truncate_prompt_tokens is None else None
+    prompt = await chat.encode(check_request(ChatRequest, fields), most)
+    session.record.warnings += prompt.warnings
+    return [prompt.token_ids], "messages"
 
 
-async def _prompts(
-    body: PooledBody, inputs: Sequence[Prompt], model: Ready, session: EngineSession, chat: Chat
-) -> list[list[int]]:
-    """Return the prompt of each input."""
-    encoder = TextEncoder(model, chat.tokenizer, body, "input")
-    prompts = [
-        await chat.in_thread(len(prompt), encoder.text, prompt, model.instruction)
+async def _outputs(
+    body: PooledBody, inputs: Sequence[Prompt], param: str, model: Ready, session: EngineSession, chat: Chat
+) -> tuple[list[list[float]], int]:
+    """Return the output of each input, and the number of tokens of all prompts."""
+    encoder = TextEncoder(model, chat.tokenizer, body, param)
+    prompts: list[Encoding] = [
+        partial(chat.in_thread, len(prompt), encoder.text, prompt, model.instruction)
         if isinstance(prompt, str)
-        else encoder.token_ids(prompt)
+        else partial(chat.in_thread, 0, encoder.token_ids, prompt)
         for prompt in inputs
     ]
-    session.record.warnings += encoder.warnings
-    return prompts
+    return await _pooled(prompts, encoder, session)
 
 
-async def _pooled(prompts: Sequence[list[int]], session: EngineSession, param: str) -> list[list[float]]:
-    """Return the output of each prompt. The engine has IN_ENGINE of them at a time."""
-    salt = cache_salt(session.context.key, None)
+async def _pooled(
+    prompts: Sequence[Encoding], encoder: TextEncoder, session: EngineSession
+) -> tuple[list[list[float]], int]:
+    """Return the output of each prompt, and the number of tokens of all prompts.
+
+    IN_ENGINE prompts are encoded and computed at a time. All prompts may be much longer than the body: each pair has the
+    whole query.
+    """
+    salt, num_tokens = cache_salt(session.context.key, None), 0
     outputs: list[list[float]] = []
     for first in range(0, len(prompts), IN_ENGINE):
-        part = prompts[first : first + IN_ENGINE]
+        part = [await encode() for encode in prompts[first : first + IN_ENGINE]]
+        num_tokens += sum(map(len, part))
         session.submit([SubmitPooled(0, prompt, cache_salt=salt, **session.named._asdict()) for prompt in part])
         try:
             await session.accepted()
         except EngineRefused as refused:
-            raise embedding_refusal(refused.message, param) from refused
+            raise embedding_refusal(refused.message, encoder.param) from refused
         async for _ in session.deltas():
             pass
         outputs += [done.vector or [] for _, done in sorted(session.dones.items())]
-    return outputs
+    session.record.warnings += encoder.warnings
+    return outputs, num_tokens
 
 
 def _in_engine(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:

@@ -76,14 +76,18 @@ def _handler(
         has_own_limit = is_background or bool(getattr(body, "stream", False))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, has_own_limit)
         session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
-        if is_background and kept is not None:
-            return await kept.start(session, body, seconds)
-        return EngineResponse(
-            service,
-            session,
-            route.num_sequences(body, session.info.decode),
-            seconds,
-            lambda engine_session: route.answer(body, engine_session, chat),
-        )
+        try:
+            if is_background and kept is not None:
+                return await kept.start(session, body, seconds)
+            return EngineResponse(
+                service,
+                session,
+                route.num_sequences(body, session.info.decode),
+                seconds,
+                lambda engine_session: route.answer(body, engine_session, chat),
+            )
+        except BaseException:
+            session.end()
+            raise
 
     return handle

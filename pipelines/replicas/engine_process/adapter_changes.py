@@ -64,7 +64,7 @@ class AdapterChanges:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # no one may wait for a repeated change
+                answer.exception()  # a repeated change has no caller that reads the error
 
     def restore_all(self, ready: Ready, write: Write) -> None:
         """Give a process that has just loaded its model the adapters that it must have, before any request."""

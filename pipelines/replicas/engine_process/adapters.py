@@ -10,14 +10,17 @@ import torch
 from conf.errors import UserError, shortened
 from models.formats.lora import CONFIG, WEIGHTS
 from pipelines.engine import Engine
+from pipelines.engine.kv_cache import free_memory
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.replicas.engine_process.frames import AdapterChanged, LoadAdapter, UnloadAdapter
 
 log = logging.getLogger(__name__)
 
+COPIES = 3  # in memory while an adapter is read: its file, its tensors, and its tensors in the model's dtype
+
 
 class NoAdapter(UserError):
-    """The allowed folders do not contain the adapter. The message does not say what the path is instead."""
+    """The allowed folders do not contain the adapter. The message does not say whether the path exists."""
 
 
 def change_adapters(engine: Engine, frame: LoadAdapter | UnloadAdapter) -> AdapterChanged:
@@ -43,8 +46,11 @@ def change_adapters(engine: Engine, frame: LoadAdapter | UnloadAdapter) -> Adapt
 
 def _load(engine: Engine, frame: LoadAdapter) -> str:
     """Load an adapter and return its digest."""
-    below = frame.below
-    folder = Path(frame.path).expanduser() if below is None else find_adapter(frame.path, below)
+    if frame.below is None:
+        folder = Path(frame.path).expanduser()
+    else:
+        folder = find_adapter(frame.path, frame.below)
+        _check_size(folder)
     with explained_out_of_memory():
         engine.load_adapter(frame.name, folder, frame.is_pinned)
     digest = engine.adapters.find(frame.name).digest
@@ -52,6 +58,14 @@ def _load(engine: Engine, frame: LoadAdapter) -> str:
         engine.unload_adapter(frame.name)
         raise UserError(f"{frame.path} has changed since it was loaded: load it again")
     return digest
+
+
+def _check_size(folder: Path) -> None:
+    """Raise UserError if too little memory is free to read an adapter. Else the system could end the process."""
+    size = sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
+    if COPIES * size > (free := free_memory(torch.device("cpu"), 1.0)):
+        needed = f"reading its {size} bytes needs {COPIES} times as much memory"
+        raise UserError(f"{folder} is too large: {needed}, and {free} bytes are free: give a smaller adapter")
 
 
 def find_adapter(path: str, below: Sequence[str]) -> Path:

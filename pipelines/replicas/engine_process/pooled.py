@@ -1,4 +1,4 @@
-"""What a served model gives for a prompt without generation: the pooler, and its description in the Ready frame."""
+"""The pooler of a served model, which answers prompts without generation, and its description in the Ready frame."""
 
 from typing import Any
 

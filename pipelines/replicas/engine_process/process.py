@@ -173,6 +173,7 @@ class EngineProcess:
             ongoing.group = engine.add(ongoing.request)
 
     def _cancel(self, id: int) -> None:
+        self._is_told = False
         if self._inbox.drop(id):
             return
         ongoing = self._ongoing.pop(id, None)
@@ -184,7 +185,6 @@ class EngineProcess:
             self._engine.cancel(ongoing.group)
             self._num_preemptions += ongoing.group.num_preemptions
         self._gate.drop(id)
-        self._is_told = False
 
     def _tell_begun(self) -> None:
         """Report the requests that the next step may begin to compute, because the step may crash the process."""

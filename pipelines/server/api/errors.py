@@ -42,7 +42,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = " ".join(message.splitlines())  # a name of the request may have line breaks
         self.type = type
         self.param = param
         self.code = code

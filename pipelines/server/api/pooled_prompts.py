@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from conf.errors import UserError
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.pairs import encode_pair, encode_question
 from models.tokenizers.truncation import truncated
@@ -34,20 +35,20 @@ class TextEncoder:
 
     def __init__(self, model: Ready, tokenizer: Tokenizer | None, request: PooledBody, param: str) -> None:
         """`param`: the field to blame."""
-        self._model, self._given_tokenizer, self._request, self._param = model, tokenizer, request, param
+        self._model, self._given_tokenizer, self._request, self.param = model, tokenizer, request, param
         self.num_cut = 0
         most, context = request.truncate_prompt_tokens, model.context_length
         self._most = None if most is None else context if most == -1 else min(most, context)
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{self._param}: {self.num_cut} texts were cut"] if self.num_cut else []
+        return [f"{self.param}: {self.num_cut} texts were cut"] if self.num_cut else []
 
     @property
     def _tokenizer(self) -> Tokenizer:
         if self._given_tokenizer is None:
             problem = "this server has no tokenizer, which texts need"
-            raise bad_request(f"{problem}: start it with model.tokenizer", self._param)
+            raise bad_request(f"{problem}: start it with model.tokenizer", self.param)
         return self._given_tokenizer
 
     def token_ids(self, token_ids: list[int]) -> list[int]:
@@ -76,7 +77,7 @@ class TextEncoder:
     def pair(self, query: str, document: str) -> list[int]:
         """Return the prompt by which a reranker scores a pair, equal to the prompt of `task=score`.
 
-        A prompt that is too long loses tokens of its document: the template stays whole. Raises UserError for a
+        A prompt that is too long loses tokens of its document: the template stays whole. Raises ApiError, also for a
         tokenizer without a template for pairs.
         """
         if self._most is None:
@@ -94,10 +95,8 @@ class TextEncoder:
             excess = len(token_ids) - (self._most or 0)
         if excess > 0:
             whole = f"the prompt has {len(token_ids)} tokens without a document"
-            raise bad_request(
-                f"{whole}, more than truncate_prompt_tokens={self._request.truncate_prompt_tokens}: shorten the query",
-                "truncate_prompt_tokens",
-            )
+            limit = f"the {self._most} that truncate_prompt_tokens={self._request.truncate_prompt_tokens} allows"
+            raise bad_request(f"{whole}, more than {limit}: shorten the query", "truncate_prompt_tokens")
         return token_ids
 
     def cut(self, text: str, most: int | None) -> str:
@@ -116,12 +115,15 @@ class TextEncoder:
         return self._tokenizer.decode(part, skip_special_tokens=False)
 
     def _encoded_pair(self, query: str, document: str) -> list[int]:
-        if self._model.pooled == "labels":
-            return encode_pair(self._tokenizer, query, document)
-        return encode_question(self._tokenizer, self._model.instruction, query, document)
+        try:
+            if self._model.pooled == "labels":
+                return encode_pair(self._tokenizer, query, document)
+            return encode_question(self._tokenizer, self._model.instruction, query, document)
+        except UserError as error:
+            raise bad_request(str(error), self.param) from error
 
     def _check_length(self, text: str) -> None:
         """Raise ApiError, before encoding, if the text must have too many tokens."""
         most = self._model.context_length
         if (least := self._tokenizer.least_tokens(text)) > most:
-            raise too_long(f"at least {least}", most, self._param)
+            raise too_long(f"at least {least}", most, self.param)

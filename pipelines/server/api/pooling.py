@@ -127,7 +127,7 @@ def classify_body(context: RequestContext, model: Ready, probs: list[list[float]
         {"index": i, "label": model.labels[int(np.argmax(row))], "probs": row, "num_classes": len(row)}
         for i, row in enumerate(probs)
     ]
-    return _list(context, data, num_tokens)
+    return list_body(context, data, num_tokens)
 
 
 def pooling_body(
@@ -138,10 +138,11 @@ def pooling_body(
         {"object": "pooling", "index": i, "data": written(vector, request.encoding_format)}
         for i, vector in enumerate(vectors)
     ]
-    return _list(context, data, num_tokens)
+    return list_body(context, data, num_tokens)
 
 
-def _list(context: RequestContext, data: list[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+def list_body(context: RequestContext, data: list[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+    """Return the list of vLLM's API. `num_tokens`: of all prompts."""
     return {
         "id": context.id,
         "object": "list",

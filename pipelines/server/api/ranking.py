@@ -1,6 +1,5 @@
 """Requests and answers of /v1/rerank and /v1/score, in the formats of vLLM's API."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,6 +11,7 @@ from pipelines.jobs.similarity import cosine_similarities
 from pipelines.server.api.errors import bad_request
 from pipelines.server.api.generation import RequestContext
 from pipelines.server.api.pooled_prompts import MAX_INPUTS, PooledBody, Texts
+from pipelines.server.api.pooling import list_body
 from pipelines.server.api.requests import NumTokens, Shape
 
 
@@ -66,8 +66,8 @@ class RerankRequest(PairsRequest):
 
     query: str
     documents: Documents
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    """Number of results. None: all documents."""
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """Number of results. None, or 0 as in vLLM's API: all documents."""
     return_documents: bool | None = None
     """Whether results contain the texts. The default is true."""
 
@@ -86,14 +86,16 @@ class ScoreRequest(PairsRequest):
     queries: Texts | None = None
     documents: Texts | None = None
     text_1: Texts | None = None
-    """Another name of `queries`."""
     text_2: Texts | None = None
-    """Another name of `documents`."""
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    items: Texts | None = None
+    """Other names of `queries` and `documents`."""
 
     @cached_property
     def pairs(self) -> Pairs:
-        queries = _one_of("queries", self.queries, "text_1", self.text_1)
-        documents = _one_of("documents", self.documents, "text_2", self.text_2)
+        queries = self._one_of("queries", "text_1", "data_1")
+        documents = self._one_of("documents", "text_2", "data_2", "items")
         if len(queries) not in (1, len(documents)):
             raise bad_request(
                 f"queries has {len(queries)} texts and documents {len(documents)}: give one query, or one for each document",
@@ -101,19 +103,19 @@ class ScoreRequest(PairsRequest):
             )
         return Pairs(queries, documents)
 
-
-def _one_of(name: str, texts: Texts | None, other_name: str, other: Texts | None) -> list[str]:
-    if (texts is None) == (other is None):
-        raise bad_request(f"give either {name} or {other_name}", name)
-    chosen = other if texts is None else texts
-    return [chosen] if isinstance(chosen, str) else chosen or []
+    def _one_of(self, *names: str) -> list[str]:
+        """Return the texts of the only one of these fields that is given. Raises ApiError."""
+        given = [texts for name in names if (texts := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise bad_request(f"give one of {', '.join(names)}", names[0])
+        return [given[0]] if isinstance(given[0], str) else given[0]
 
 
 def rerank_body(
     request: RerankRequest, context: RequestContext, scores: list[float], num_tokens: int
 ) -> dict[str, Any]:
     """Return the answer. The first of equal documents comes first."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
     texts = request.pairs.documents if request.return_documents is not False else None
     return {
         "id": context.id,
@@ -128,11 +130,5 @@ def rerank_body(
 
 def score_body(context: RequestContext, scores: list[float], num_tokens: int) -> dict[str, Any]:
     """Return the answer."""
-    return {
-        "id": context.id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": context.model,
-        "data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)],
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
+    return list_body(context, data, num_tokens)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.errors import ApiError, bad_request, failed, not_allowed, renamed_errors
+from pipelines.server.api.errors import SERVER_ERROR, ApiError, bad_request, failed, not_allowed, renamed_errors
 from pipelines.server.api.response_requests import NAMES, ResponseRequest
 from pipelines.server.api.responses import ResponseWriter
 from pipelines.server.api.skipping import header_of
@@ -64,7 +64,7 @@ class KeptResponses:
         self._tasks = set[asyncio.Task[None]]()
 
     async def start(self, session: EngineSession, body: ResponseRequest, timeout_s: float) -> Response:
-        """Begin a background response and return it as queued. Raises ApiError."""
+        """Begin a background response and return it as queued. Raises ApiError; then the caller ends the session."""
         if body.stream:
             raise not_allowed(
                 "stream", True, "with background=true poll GET /v1/responses/ID, or leave one of them out"
@@ -72,20 +72,17 @@ class KeptResponses:
         if body.store is False:
             raise not_allowed("store", False, "background=true needs a stored response, give true")
         record = session.record = replace(session.record)  # the request ends earlier and is logged alone
-        try:
-            with ExitStack() as resources:
-                resources.enter_context(self._service.admission.place(1, timeout_s))
-                writer = await response_writer(body, session, self._chat)
-                queued = writer.response("queued")
-                run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
-                if not await self._store.save(record.key, queued, run.items):
-                    raise ApiError(503, "the response cannot be stored: leave background out", code="response_store")
-                self._running[record.key, queued["id"]] = run
-                self._service.began()
-                task = asyncio.create_task(self._finish(run, resources.pop_all()))
-        except BaseException:
-            session.end()
-            raise
+        with ExitStack() as resources:
+            resources.enter_context(self._service.admission.place(1, timeout_s))
+            writer = await response_writer(body, session, self._chat)
+            queued = writer.response("queued")
+            run = _Run(session, writer, timeout_s, input_items(writer.request.items, queued["id"]))
+            if not await self._store.save(record.key, queued, run.items):
+                message = "the response cannot be stored: leave background out"
+                raise ApiError(503, message, SERVER_ERROR, code="response_store")
+            self._running[record.key, queued["id"]] = run
+            self._service.began()
+            task = asyncio.create_task(self._finish(run, resources.pop_all()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         answer = json_response(queued)
@@ -112,7 +109,8 @@ class KeptResponses:
         await self._end(owner, id)
         response = (await self.get(owner, id)).response
         if not response["background"]:
-            raise bad_request(f"the response {id} did not run with background=true: only such can be cancelled", "id")
+            message = f"the response {id[:100]} did not run with background=true, so it cannot be cancelled"
+            raise bad_request(f"{message}: leave it as it is, or delete it", "id")
         return response
 
     async def remove(self, owner: str | None, id: str) -> None:
@@ -158,4 +156,5 @@ def json_response(content: dict[str, Any]) -> Response:
 
 
 def _missing(id: str) -> ApiError:
-    return ApiError(404, f"there is no response {id[:100]}: it was not stored, or is deleted or expired", param="id")
+    message = f"the response {id[:100]} does not exist: it was not stored, or it was deleted, or it has expired"
+    return ApiError(404, message, param="id")

@@ -115,7 +115,11 @@ class ResponseStore:
             if row is None:
                 return None
             response, items, size = row
-            return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items), size)
+            return StoredResponse(
+                msgspec.json.decode(response, type=dict[str, Any]),
+                msgspec.json.decode(items, type=list[dict[str, Any]]),
+                size,
+            )
 
         return await self._run(select)
 
@@ -170,7 +174,9 @@ class ResponseStore:
             return self._connection
         if self._path is not None:  # only this user may read it
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self._path or ":memory:", timeout=LOCKED_S, check_same_thread=False)
+        # Later requests do not wait too: they would queue up behind each other.
+        timeout_s = 0.0 if self._has_failed else LOCKED_S
+        connection = sqlite3.connect(self._path or ":memory:", timeout=timeout_s, check_same_thread=False)
         try:
             # With an exclusive lock, WAL maps no file into memory. If such a file is cut, SIGBUS ends the process.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -178,8 +184,10 @@ class ResponseStore:
             ((application,),) = connection.execute("PRAGMA application_id")
             if num_tables and application != OURS:
                 raise sqlite3.OperationalError("it is a database of another program")
+            if self._path is not None:
+                self._path.chmod(0o600)  # the file may be older
             connection.executescript(TABLES)
-        except sqlite3.Error:
+        except (sqlite3.Error, OSError):
             connection.close()
             raise
         self._connection = connection

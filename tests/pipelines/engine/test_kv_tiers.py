@@ -156,6 +156,7 @@ def _torn_and_damaged_contents_are_ignored(given: Given) -> None:
 def _files_of_another_identity_or_size_are_emptied(given: Given) -> None:
     for number, changes in enumerate(({"identity": bytes(32)}, {"max_bytes": FOUR + SIZE + ENTRY.size})):
         path = written(given.folder / str(number), 1, 2)
+        path.chmod(0o644)
         given.caplog.clear()
         tier = file_in(path.parent, **changes)  # type: ignore[arg-type]
         assert held(tier, range(10)) == []

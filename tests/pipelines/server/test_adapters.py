@@ -77,8 +77,9 @@ async def check_forms(engine: FakeEngine) -> None:
         body = {"lora_name": "de"}
         loaded_adapters = (await client.post("/unload_lora_adapter", json=body)).json()["loaded_adapters"]
         assert loaded_adapters == {"fr": "/adapters/other"}
-        message = "lora_name=de does not exist: there are fr"
-        assert error_of(await unload(client, "de"), 404, "lora_name") == message
+        for name, shown in (("de", "de"), ("d\ne", "d e")):
+            message = f"lora_name={shown} does not exist: there are fr"
+            assert error_of(await unload(client, name), 404, "lora_name") == message
         answer = await client.post("/v1/completions", json={"model": "de", "prompt": [5]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert len(engine.adapters) == 1
@@ -176,6 +177,21 @@ async def check_requests_in_flight(engine: FakeEngine) -> None:
         assert len({*fingerprints, "fake"}) == 3
 
 
+async def check_refused_requests(engine: FakeEngine) -> None:
+    """Unloading does not wait for them."""
+    async with admin_of(service(engine, response_store="memory")) as client:
+        await load(client)
+        for path, body in (
+            ("/classify", {}),
+            ("/score", {"queries": "a", "text_1": "a", "documents": "b"}),
+            ("/v1/responses", {"input": "a", "background": True, "stream": True}),
+            ("/v1/responses", {"input": "a", "background": True, "store": False}),
+            ("/v1/responses", {"input": "a", "previous_response_id": "none"}),
+        ):
+            assert (await client.post(path, json={"model": "fr", **body})).status_code == 400
+        assert (await unload(client)).status_code == 200
+
+
 async def check_bodies(engine: FakeEngine) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "lora_name is missing"),
@@ -209,6 +225,16 @@ async def check_bodies(engine: FakeEngine) -> None:
         assert engine.adapters == {"start": "/start"}
 
 
-@each("check", [check_forms, check_keys, check_failures, check_requests_in_flight, check_bodies])
+CHECKS = (
+    check_forms,
+    check_keys,
+    check_failures,
+    check_requests_in_flight,
+    check_refused_requests,
+    check_bodies,
+)
+
+
+@each("check", CHECKS)
 def test_adapters_over_http(check: Any) -> None:
     run_async(check(FakeEngine(prefixes={"story": 5})))

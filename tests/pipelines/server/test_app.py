@@ -114,6 +114,7 @@ def test_a_text_longer_than_any_context_is_not_encoded(monkeypatch: pytest.Monke
         ("/v1/embeddings", {"input": "TEXT"}, "input"),
         ("/v1/rerank", {"query": "a", "documents": ["b", "TEXT"]}, "documents"),
         ("/classify", {"input": "TEXT"}, "input"),
+        ("/pooling", {"messages": [{"role": "user", "content": "TEXT"}]}, "messages"),
     ]
     for path, body, param in texts:
         for num_bytes, is_encoded in ((most - 100, True), (most + 1, False)):

@@ -3,6 +3,7 @@
 import base64
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipelines.server.api.conversation import Chat
 from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
+from pipelines.server.api.pooled_prompts import TextEncoder
 from pipelines.server.api.pooling import IN_ENGINE, EmbeddingRequest
 from pipelines.server.api.ranking import ScoreRequest
 from pipelines.server.api.requests import CompletionRequest
@@ -116,6 +118,23 @@ def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
     assert 7 < body["usage"]["prompt_tokens"] <= 14
 
 
+def check_few_are_encoded_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a request has begun, the prompts of other requests do not make it fail."""
+    engine, before, encode = FakeEngine(pooled="vector"), list[int](), TextEncoder.text
+    service = service_of(engine, max_waiting_tokens=1000)
+
+    def noting(encoder: TextEncoder, text: str, instruction: str) -> list[int]:
+        before.append(len(engine.submitted))
+        if len(before) == IN_ENGINE + 1:
+            service.admission.wait(1001)
+        return encode(encoder, text, instruction)
+
+    monkeypatch.setattr(TextEncoder, "text", noting)
+    documents = ["b"] * 2 * IN_ENGINE
+    assert ask("POST", "/rerank", service, json={"query": "a", "documents": documents}).status_code == 200
+    assert before == [i // IN_ENGINE * IN_ENGINE for i in range(len(documents) + 1)]
+
+
 async def score_without_tokenizer() -> None:
     exchange, chat = exchange_of(FakeEngine(pooled="vector")), Chat(None, ServeConfig())
     with pytest.raises(ApiError, match="no tokenizer, which texts need: start it with model.tokenizer"):
@@ -123,7 +142,7 @@ async def score_without_tokenizer() -> None:
     chat.close()
 
 
-def test_documents_are_sorted_and_pairs_are_scored() -> None:
+def test_documents_are_sorted_and_pairs_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path of vLLM's API. The fake engine's vectors are the number and the sum of a text's tokens."""
     engine = FakeEngine(pooled="vector")
     texts = ["a cat", "", "dogs and cats", "a cat"]
@@ -147,7 +166,10 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         assert ranking["usage"]["prompt_tokens"] == sum(len(s.prompt_token_ids) for s in engine.submitted)
     short = asked("/rerank", query="a dog", documents=texts, top_n=2, return_documents=False)["results"]
     assert [(result["index"], "document" in result) for result in short] == [(i, False) for i in order[:2]]
-    for path, names in (("/score", ("text_1", "text_2")), ("/v1/score", ("queries", "documents"))):
+    for top_n in (0, 4, 10**30):  # 0 is all, as in vLLM
+        assert len(asked("/rerank", query="a dog", documents=texts, top_n=top_n)["results"]) == 4
+    names_of_score = ("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("queries", "items")
+    for path, names in product(("/score", "/v1/score"), names_of_score):
         one = asked(path, **dict(zip(names, ("a dog", texts), strict=True)))["data"]
         assert [item["index"] for item in one] == [0, 1, 2, 3]
         assert [item["score"] for item in one] == pytest.approx(cosines, abs=1e-12)
@@ -155,12 +177,13 @@ def test_documents_are_sorted_and_pairs_are_scored() -> None:
         assert [item["score"] for item in each] == pytest.approx([1.0] * 4, abs=1e-12)
     for body, message in (
         ({"queries": ["a", "b"], "documents": ["a"] * 3}, "queries has 2 texts and documents 3: give one query"),
-        ({"queries": "a"}, "give either documents or text_2"),
-        ({"queries": "a", "text_1": "a", "documents": "b"}, "give either queries or text_1"),
+        ({"queries": "a"}, "give one of documents, text_2, data_2, items"),
+        ({"queries": "a", "text_1": "a", "documents": "b"}, "give one of queries, text_1, data_1"),
     ):
         answer = ask("POST", "/score", service_of(engine), json=body)
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
     run_async(score_without_tokenizer())
+    check_few_are_encoded_in_advance(monkeypatch)
     assert cosine_similarities([[0.0, 0.0], [1.0, 2.0]], [(0, 1)]) == [0.0]
     for path, body in (
         ("/rerank", {"query": "a", "documents": ["b"]}),

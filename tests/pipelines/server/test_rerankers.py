@@ -143,6 +143,7 @@ def test_cut_texts_are_told() -> None:
         ("/v1/embeddings", {"input": ["a cat sat on the mat", "a"]}, 3),
         ("/v1/embeddings", {"input": [[5, 6, 7, 8]]}, 3),
         ("/pooling", {"input": "a cat sat on the mat"}, 3),
+        ("/pooling", {"messages": [{"role": "user", "content": "a cat sat on the mat"}]}, 3),
         ("/classify", {"input": "a cat " * 300}, -1),
         ("/rerank", {"query": "a cat sat on the mat", "documents": ["a"]}, 3),
     ):
@@ -159,6 +160,8 @@ def test_cut_texts_are_told() -> None:
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
         ({"input": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"input": "a", "use_activation": True}, "use_activation"),
+        ({"input": "a", "use_activation": False}, "use_activation"),
     ):
         error = ask("POST", "/pooling", service_of(engine), json=body).json()["error"]
         assert error["param"].startswith(param)

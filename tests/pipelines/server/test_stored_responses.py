@@ -7,6 +7,7 @@ import sqlite3
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ async def check_responses_are_read_and_deleted(tmp_path: Path) -> None:
         assert await server.is_kept(second.id)  # its row has the whole conversation
         await server.answer("More", previous_response_id=second.id)
         for call in (server.alice.responses.delete, server.alice.responses.cancel, server.alice.responses.retrieve):
-            with pytest.raises(openai.NotFoundError, match="there is no response"):
+            with pytest.raises(openai.NotFoundError, match="does not exist: it was not stored"):
                 await call(first.id)
         deleted = await server.http.delete(f"/v1/responses/{second.id}")
         assert deleted.json() == {"id": second.id, "object": "response", "deleted": True}
@@ -343,7 +344,9 @@ async def check_a_file_is_read_after_a_restart(tmp_path: Path) -> None:
         lost = {**(await server.answer(store=True)).to_dict(), "id": "resp_lost", "status": "in_progress"}
         assert await server.store.save("alice", lost, [])
         large = (await server.answer([{"type": "mcp_call", "text": "x" * 50_000}, {"role": "user", "content": "a"}])).id
+    path.chmod(0o644)
     async with serving(response_store=str(path)) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert await server.is_kept(answer.id)
         response = await server.alice.responses.retrieve("resp_lost")
         assert (response.status, response.error and response.error.code) == ("failed", "server_error")
@@ -367,7 +370,11 @@ async def check_fails(server: Server, is_read: bool = True) -> None:
     assert (last.type, last.response.store) == ("response.incomplete", False)
     with pytest.raises(openai.InternalServerError) as refused:
         await server.answer(background=True)
-    assert (refused.value.status_code, refused.value.code) == (503, "response_store")
+    assert (refused.value.status_code, refused.value.code, refused.value.type) == (
+        503,
+        "response_store",
+        "server_error",
+    )
     calls = server.alice.responses
     for call in (calls.retrieve, calls.delete, calls.cancel, calls.input_items.list) if is_read else ():
         with pytest.raises(openai.InternalServerError) as refused:
@@ -387,7 +394,15 @@ async def check_a_corrupt_file(tmp_path: Path) -> None:
         await check_fails(server)
         assert path.read_bytes() == b"not a database" * 1000
         path.unlink()
-        assert await server.is_kept((await server.answer()).id)
+        assert await server.is_kept((answer := await server.answer()).id)
+        changes = [
+            f"UPDATE responses SET {change}" for change in ("response = '[]'", "items = '[5]'", "response = '{'")
+        ]
+        for change in changes:
+            await server.store._run(methodcaller("execute", change))
+            with pytest.raises(openai.InternalServerError) as refused:
+                await server.alice.responses.retrieve(answer.id)
+            assert refused.value.code == "response_store"
 
 
 async def check_another_programs_database(tmp_path: Path) -> None:
@@ -409,6 +424,8 @@ async def check_a_locked_file(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(store, "LOCKED_S", 0.001)
             second = Server(response_store=path)
+            await check_fails(second)
+            monkeypatch.setattr(store, "LOCKED_S", 1000.0)  # only the first request waits
             await check_fails(second)
         with (
             closing(sqlite3.connect(path, timeout=0)) as other,

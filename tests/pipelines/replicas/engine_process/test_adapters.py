@@ -193,6 +193,8 @@ def test_what_cannot_be_loaded_leaves_the_engine_as_it_was(
     assert "does not exist" in refused(UnloadAdapter(1, "none"))
     monkeypatch.setattr("pipelines.engine.adapters.free_memory", lambda device, fraction: 10_000)
     assert "adapter sixteen has rank 16: the tables of all slots need 0.00 GB" in refused(load(folder, "sixteen"))
+    monkeypatch.setattr("pipelines.replicas.engine_process.adapters.free_memory", lambda device, fraction: 10_000)
+    assert "and 10000 bytes are free: give a smaller adapter" in refused(load(folder, "sixteen"))
     group = engine.add(engine.request(0, PROMPTS[0], GREEDY, adapter="four"))
     assert "adapter four is in use" in (change_adapters(engine, UnloadAdapter(1, "four")).error or "")
     engine.cancel(group)

@@ -14,6 +14,7 @@ from conf.schema import Task
 from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import TokenLogprobs
+from pipelines.replicas.engine_process import inbox
 from pipelines.replicas.engine_process.frames import (
     STEP_TOKENS,
     Accepted,
@@ -122,13 +123,20 @@ def test_a_seed_that_was_drawn_is_told_and_gives_the_same_again(served: Served, 
     assert again.samples(3)[0].token_ids == first.samples(2)[0].token_ids
 
 
-def test_waiting_and_running_requests_are_cancelled(served: Served, engine: Engine) -> None:
+def test_waiting_and_running_requests_are_cancelled(
+    served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submits = [Submit(id, prompt_of(engine), {"max_new_tokens": 40}, streams=id % 2 == 0) for id in range(7)]
     script = serve(served, submits, [], [], [Cancel(0), Cancel(1), Cancel(6), Cancel(77)], [Cancel(0)], [])
     assert [frame.id for frame in script.of(Done)] == [2, 3, 4, 5]
     last: Beat = script.of(Beat)[-1]
     assert (last.num_running, last.num_waiting, last.cache_usage) == (0, 0, 0)
     assert last.num_generated_tokens == engine.num_generated_tokens
+    monkeypatch.setattr(inbox, "TURN_S", 0.0)  # one request is checked before each step
+    submits = [Submit(id, prompt_of(engine), {"max_new_tokens": 1}) for id in range(3)]
+    script = serve(served, submits, [Cancel(1), Cancel(2)])
+    assert [frame.id for frame in script.of(Done)] == [0]
+    assert [frame.num_waiting for frame in script.of(Beat)] == [2, 0]
 
 
 def test_steps_are_counted_by_their_tokens(served: Served, engine: Engine) -> None:
