@@ -40,6 +40,11 @@ def latent_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
     return exports.of(family_model("deepseek_v3", tmp_path_factory.mktemp("deepseek") / "model", int8_cache))
 
 
+@pytest.fixture(scope="module")
+def window_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exports.of(family_model("qwen2", tmp_path_factory.mktemp("qwen2") / "model"))
+
+
 def test_graphs_that_the_runner_does_not_support_are_refused(runner: Path, exports: Exports, tmp_path: Path) -> None:
     a8w8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
     made = exports.of(wide_llama(tmp_path / "a8w8", DType.bfloat16, a8w8))
@@ -127,6 +132,14 @@ def number_for_logits(document: dict[str, Any]) -> None:
 
 def number_for_a_tensor(document: dict[str, Any]) -> None:
     node_of(document, "rms_norm")["x"]["arg"] = {"as_int": 3}
+
+
+def tables_for_slots(document: dict[str, Any]) -> None:
+    node_of(document, "rope_and_store")["slots"]["arg"] = {"as_tensor": {"name": "fields_window_tables"}}
+
+
+def slots_for_tables(document: dict[str, Any]) -> None:
+    node_of(document, "paged_attention")["block_tables"]["arg"] = {"as_tensor": {"name": "fields_window_slots"}}
 
 
 def viewed_weight(document: dict[str, Any]) -> None:
@@ -230,6 +243,7 @@ LATENT_HARMS = (
     wider_angles,
     fewer_heads,
 )
+WINDOW_HARMS = (tables_for_slots, slots_for_tables)
 RECURRENT_HARMS = (other_reads, weight_for_a_state, keys_for_a_state, state_for_keys)
 
 
@@ -257,6 +271,8 @@ UNFIT = "its arguments do not have the expected shapes and types"
         (keys_for_a_state, "short_conv.default cannot be computed: a state is not a recurrent state of the cache"),
         (state_for_keys, "rope_and_store.default cannot be computed: keys or values are not a tensor of the cache"),
         (other_slots, "rope_and_store.default cannot be computed: slots is not the batch's field of this name"),
+        (tables_for_slots, "rope_and_store.default cannot be computed: slots is not the batch's field of this name"),
+        (slots_for_tables, "paged_attention.default cannot be computed: block_tables is not the batch's field of this"),
         (all_starts, f"paged_attention.default cannot be computed: {UNFIT}"),
         (longer_weight, f"matmul_swiglu.default cannot be computed: {UNFIT}"),
         (unknown_argument, "rms_norm.default cannot be computed: epsilon is not known"),
@@ -279,9 +295,11 @@ def test_hostile_graphs(
     export_folder: Path,
     recurrent_folder: Path,
     latent_folder: Path,
+    window_folder: Path,
     runner: Path,
     tmp_path: Path,
 ) -> None:
+    export_folder = window_folder if harm in WINDOW_HARMS else export_folder
     export_folder = recurrent_folder if harm in RECURRENT_HARMS else export_folder
     export_folder = latent_folder if harm in LATENT_HARMS else export_folder
     folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
@@ -317,12 +335,12 @@ def damage(folder: Path, chooser: random.Random) -> None:
 
 
 def test_two_hundred_damaged_archives(
-    export_folder: Path, recurrent_folder: Path, latent_folder: Path, runner: Path, tmp_path: Path
+    export_folder: Path, recurrent_folder: Path, latent_folder: Path, window_folder: Path, runner: Path, tmp_path: Path
 ) -> None:
     """A damaged archive gives tokens or a line, and never a crash."""
     num_refused = 0
     for seed in range(200):
-        made = (recurrent_folder, latent_folder, export_folder)[seed % 3]
+        made = (recurrent_folder, latent_folder, export_folder, window_folder)[seed % 4]
         folder = Path(shutil.copytree(made, tmp_path / str(seed)))
         damage(folder, random.Random(seed))
         ran = call(runner, folder, "device.threads=1", "decode.max_new_tokens=2", "3", "4", "5")

@@ -55,7 +55,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @each(
     "family, dtype, quant",
     [
-        *product(["llama3", "mixtral", "qwen2_moe", "lfm2_moe", *VARIANTS], [DType.bfloat16], [FLOATS]),
+        *product(["llama3", "qwen2", "mixtral", "qwen2_moe", "lfm2_moe", *VARIANTS], [DType.bfloat16], [FLOATS]),
         *product([*RECURRENT, "deepseek_v3"], [DType.float32, DType.bfloat16], [FLOATS, INT8]),
         *product([*LATENT], [DType.bfloat16], [FLOATS]),
     ],
@@ -89,7 +89,7 @@ def test_formats_of_the_cache(
 
 
 def check_bits(run: RunConfig, program: Path, exports: Exports) -> None:
-    """Check the logits of a prompt and new tokens, and of a prompt in parts."""
+    """Check the logits of a prompt and new tokens, and of a prompt in parts, which are longer than a window."""
     made, engine = exports.of(run), load_engine(run, 1)
     for steps in STEPS:
         tokens, ends = [*chain(*steps)], [*accumulate(map(len, steps))]

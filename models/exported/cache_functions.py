@@ -34,3 +34,9 @@ CACHE_INDEX_PRODUCERS = {
     }.items()
 }
 """The entries of `functions.INDEX_PRODUCERS` for these operators. `state` is a recurrent state of the cache."""
+WINDOW_INDEX_PRODUCERS = CACHE_INDEX_PRODUCERS | {
+    ("kv_store", "slots"): {"window_slots"},
+    ("rope_and_store", "slots"): {"window_slots"},
+    ("paged_attention", "block_tables"): {"window_tables"},
+}
+"""As `CACHE_INDEX_PRODUCERS`, for the keys and values of layers with windows, which have blocks of their own."""

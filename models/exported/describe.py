@@ -65,7 +65,7 @@ def describe(
         "eos_token_ids": sorted(eos),
         "instruction_set": instruction_set(),
         "operators": schemas(),
-        **_describe_cache(cache, base_weights, capabilities.is_recurrent),
+        **_describe_cache(model, cache, base_weights),
         "step_bytes": _num_bytes(model) - unread - sum(map(_num_bytes, mixtures)),
         "mixtures": mixture_entries,
         "quant": quant,
@@ -79,16 +79,23 @@ def describe(
     } | ({"part": describe_part(model, parallel_layout)} if parallel_layout.tp * parallel_layout.pp > 1 else {})
 
 
-def _describe_cache(cache: KVCache, weights: Mapping[str, Tensor], is_recurrent: bool) -> dict[str, Any]:
+def _describe_cache(model: CausalLM, cache: KVCache, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the entries of export.json for the cache.
 
     `cache` has two entries for each layer, which are null if the layer has no keys and values. A model without recurrent
-    layers has no entry `states`.
+    layers has no entry `states`. `windows` has an entry for each layer of the whole model. A model without windows lacks
+    it.
     """
     scales = {weight.data_ptr(): name for name, weight in weights.items()}
     sides = [attention_cache(layer) or (None, None) for layer in cache.layers]
     formats = [_cache_format(vectors, scales) for vectors in itertools.chain(*sides)]
-    return {"cache": formats} | ({"states": [_states(layer) for layer in cache.layers]} if is_recurrent else {})
+    entries: dict[str, Any] = {"cache": formats}
+    if model.config.capabilities.is_recurrent:
+        entries["states"] = [_states(layer) for layer in cache.layers]
+    if model.longest_window is not None:
+        contents = {**model.other_caches, **dict(zip(model.local_layers, model.layer_caches, strict=True))}
+        entries["windows"] = [contents[number].window for number in sorted(contents)]
+    return entries
 
 
 def _states(layer: AnyCache) -> list[dict[str, Any]]:

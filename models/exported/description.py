@@ -81,6 +81,8 @@ class Description:
     """Whether each layer has keys and values."""
     states: list[StateShapes]
     """The states of each layer."""
+    windows: list[int | None]
+    """The window of each layer of the whole model, as in `CacheContent`."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
@@ -127,8 +129,14 @@ class Description:
     @property
     def layer_caches(self) -> list[CacheContent]:
         """The content of each layer's cache, as in `CausalLM.layer_caches`."""
-        heads, layers = iter(self._heads), zip(self.attends, self.states, strict=True)
-        return [CacheContent(next(heads) if attends else None, states) for attends, states in layers]
+        heads, layers = iter(self._heads), zip(self.attends, self.states, self.local_windows, strict=True)
+        return [CacheContent(next(heads) if attends else None, states, window) for attends, states, window in layers]
+
+    @property
+    def local_windows(self) -> list[int | None]:
+        """The window of each layer of this part."""
+        layers = range(len(self.windows)) if self.part is None else self.part.local_layers
+        return self.windows[layers.start : layers.stop]
 
     @property
     def _heads(self) -> list[Heads]:
@@ -207,6 +215,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     shape = _read_shape(reader)
     try:
         cache_formats, attends, states = _read_cache(reader, dtype)
+        windows = _read_windows(reader, shape.num_hidden_layers)
         mixtures = [Mixture(**entry) for entry in reader.raw("mixtures")]
         weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
         linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
@@ -232,6 +241,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         cache_formats,
         attends,
         states,
+        windows,
         reader.count("step_bytes", bits=48),
         mixtures,
         reader.require("quant", dict),
@@ -268,6 +278,15 @@ def _read_cache(reader: ConfigReader, dtype: str) -> tuple[list[CacheFormat], li
         if has_keys != (values is not None) or not (has_keys or has_states or number):
             raise ValueError(f"layer {number} needs keys and values, or states")
     return [entry for entry in entries if entry is not None], attends, states
+
+
+def _read_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
+    """Read the window of each layer. An export of an earlier version has no windows: its layers have the same blocks."""
+    windows = reader.raw("windows", [None] * num_layers)
+    are_counts = (window is None or type(window) is int and 0 < window < 2**31 for window in windows)
+    if len(windows) != num_layers or not all(are_counts):
+        raise ValueError(f"windows are not null or a number above 0 for each of {num_layers} layers")
+    return [*windows]
 
 
 def _read_state(entry: dict[str, Any], dtype: str) -> StateShape:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conf.errors import shortened
 from models.batch import WINDOW_FIELDS, Batch, BatchShape, KVCache
+from models.causal_lm import CausalLM
 
 ADAPTERS = "adapter_slots"
 STATES = ("state_reads", "state_writes", "state_ends")
@@ -21,12 +22,14 @@ STREAM = "stream"
 """An additional input of the graphs of later pipeline stages: the output [T, E] of the previous stage."""
 
 
-def graph_inputs(is_recurrent: bool, is_adapted: bool) -> tuple[str, ...]:
-    """Return the fields of a batch that are inputs of a graph, in order.
+def graph_inputs(model: CausalLM, is_adapted: bool) -> tuple[str, ...]:
+    """Return the fields of a batch that are inputs of the model's graph, in order.
 
-    `is_recurrent`: whether the model has recurrent layers. `is_adapted`: for the graph of steps with adapters.
+    `is_adapted`: for the graph of steps with adapters.
     """
-    return INPUTS + STATES * is_recurrent + (ADAPTERS,) * is_adapted
+    states = STATES * model.config.capabilities.is_recurrent
+    windows = tuple(WINDOW_FIELDS) * (model.longest_window is not None)
+    return INPUTS + states + windows + (ADAPTERS,) * is_adapted
 
 
 Argument = Callable[[list[Any], KVCache], Any]
@@ -99,7 +102,9 @@ class Graph:
         return _run(self.head, values, KVCache([], 0, 0, hidden.dtype), self.logits)
 
     def _inputs(self, batch: Batch, stream: Tensor | None) -> list[Any]:
-        return [stream if name == STREAM else getattr(batch, name) for name in self.fields]
+        """Return the values of `fields`. If all layers have the same blocks, these replace the blocks of windows."""
+        replaced = {} if batch.shape.num_windowed else WINDOW_FIELDS
+        return [stream if name == STREAM else getattr(batch, replaced.get(name, name)) for name in self.fields]
 
 
 def _run(calls: list[Call], values: list[Any], cache: KVCache, result: int) -> Tensor:

@@ -89,8 +89,9 @@ class ExportedLM(CausalLM):
         if part is None:
             return
         self.local_layers = part.local_layers
-        others = (number for number in range(self.config.num_hidden_layers) if number not in part.local_layers)
-        self.other_caches = dict.fromkeys(others, self.layer_caches[0])  # the part does not describe other stages
+        first = self.layer_caches[0]  # export.json has only the windows of other stages
+        windows = {n: window for n, window in enumerate(self.description.windows) if n not in part.local_layers}
+        self.other_caches = {number: first._replace(window=window) for number, window in windows.items()}
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
             self._linears[name].keep(outputs)
@@ -127,13 +128,14 @@ class ExportedLM(CausalLM):
     def _build(self, file: str, names: list[str], adapted: list[LoRATarget] | None = None) -> Graph:
         """Read a graph. `adapted`: the layers whose adapters are its inputs; None: a graph without adapters."""
         weights, part = {name: self._weights[name] for name in names}, self.description.part
-        fields = graph_inputs(self.config.capabilities.is_recurrent, adapted is not None)
+        fields = graph_inputs(self, adapted is not None)
         fields += () if part is None or part.parallel_layout.stage == 0 else (STREAM,)
         try:
             cache = self.description.empty_cache(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])
+            windows, adapted = self.description.local_windows, adapted or []
             return build_graph(
-                graph, fields, cache, weights, self._embedding, adapted or [], self._group, self.quantize_rows
+                graph, fields, cache, windows, weights, self._embedding, adapted, self._group, self.quantize_rows
             )
         except DamagedGraphError as error:
             raise UserError(f"{self.folder / file} is damaged ({error}): {REMEDY}") from error

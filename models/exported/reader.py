@@ -28,6 +28,7 @@ from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Activations
 from models.batch import KVCache, attention_cache, layer_states
+from models.exported.cache_functions import WINDOW_INDEX_PRODUCERS
 from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, function_of
 from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
@@ -55,16 +56,7 @@ PLAIN_TYPES: dict[str, type | tuple[type, ...]] = {
 }
 PRODUCTS = {"matmul_together": "weights", "matmul_swiglu": "gate", "grouped_matmul": "weights"}
 """Operators that multiply rows `x`, with the name of their weights argument."""
-FORMAT_ERRORS = (
-    KeyError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    RecursionError,
-)
+FORMAT_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError)
 """The errors that a file of another format may cause."""
 
 
@@ -150,6 +142,7 @@ def build_graph(
     graph: Mapping[str, Any],
     fields: tuple[str, ...],
     cache: KVCache,
+    windows: Sequence[int | None],
     weights: Mapping[str, Tensor],
     embed: Callable[..., Tensor],
     adapted: Sequence[LoRATarget] = (),
@@ -159,16 +152,16 @@ def build_graph(
     """Return the calls of a graph, including its weights.
 
     The graph's inputs are, in this order: the `fields` of a batch, the keys and values of `cache`, its recurrent states,
-    `weights`, and the adapter tables of the layers `adapted`. `cache` may have no blocks and slots. `embed(function,
-    *arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
-    `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
-    floats.
+    `weights`, and the adapter tables of the layers `adapted`. `cache` may have no blocks and slots. `windows`: the window
+    of each layer of `cache`. `embed(function, *arguments)` is called for the token embedding. `group`: the group of the
+    rank; None: the model is not sharded. `quantize_rows(x, count)` quantises float rows x for products with `count`
+    integer weights; None: the product takes floats.
 
     Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
     out of bounds.
     """
     try:
-        return _Builder(graph, fields, cache, weights, embed, adapted, group, quantize_rows).build()
+        return _Builder(graph, fields, cache, windows, weights, embed, adapted, group, quantize_rows).build()
     except FORMAT_ERRORS as error:
         raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
 
@@ -179,6 +172,7 @@ class _Builder:
         graph: Mapping[str, Any],
         fields: tuple[str, ...],
         cache: KVCache,
+        windows: Sequence[int | None],
         weights: Mapping[str, Tensor],
         embed: Callable[..., Tensor],
         adapted: Sequence[LoRATarget],
@@ -191,6 +185,7 @@ class _Builder:
         self._layer_vectors = [*chain.from_iterable(cache.attention_layers)]
         self._attention_layers = [n for n, layer in enumerate(cache.layers) if attention_cache(layer) is not None]
         """The places of the attention layers in the cache."""
+        self._windows = [windows[number] for number in self._attention_layers]
         self._stored = [
             [*range(start, start + len(vectors.tensors))] for start, vectors in _with_starts(self._layer_vectors)
         ]
@@ -335,7 +330,7 @@ class _Builder:
     def _cache_argument(
         self, tensors: list[CacheTensor], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
     ) -> Argument:
-        number = self._stored.index([tensor.number for tensor in tensors])
+        number = self._place_of(tensors)
         vectors = self._layer_vectors[number]
         narrowed = replace(vectors, channels=channels)
         expected = PARTS.flatten(narrowed)
@@ -355,12 +350,31 @@ class _Builder:
             return argument
         return lambda values, cache: replace(argument(values, cache), channels=channels)
 
+    def _place_of(self, tensors: list[CacheTensor]) -> int:
+        """Return the place of keys or values among the keys and values of all attention layers."""
+        return self._stored.index([tensor.number for tensor in tensors])
+
+    def _window_of(self, name: str, values: dict[str, Any]) -> int | None:
+        """Return the window of the layer whose keys and values are arguments. None: no window, or no such arguments.
+
+        Raises DamagedGraphError for attention to tokens before the window, which have no blocks.
+        """
+        sides = [values[side] for side in ("key_cache_tensors", "value_cache_tensors") if side in values]
+        windows = {self._windows[self._place_of(tensors) // 2] for tensors in sides} or {None}
+        if len(windows) > 1:
+            raise DamagedGraphError(f"the keys and the values of {name} have different windows in export.json")
+        (window,) = windows
+        if name == "paged_attention" and window not in (None, values.get("window"), values.get("chunk")):
+            raise DamagedGraphError(f"{name} has another window than its layer in export.json, {window} tokens")
+        return window
+
     def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Argument, Argument]]:
         """Return pairs of sizes that must be equal.
 
         Raises DamagedGraphError if the producer of memory indices is not in INDEX_PRODUCERS.
         """
-        for (operator, argument), producers in INDEX_PRODUCERS.items():
+        is_windowed = self._window_of(name, values) is not None
+        for (operator, argument), producers in (WINDOW_INDEX_PRODUCERS if is_windowed else INDEX_PRODUCERS).items():
             if operator == name and getattr(values[argument], "producer", None) not in producers:
                 raise DamagedGraphError(f"{argument} of {name} are not computed by {' or '.join(sorted(producers))}")
         match name:

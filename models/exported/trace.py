@@ -18,7 +18,17 @@ from torch.utils._pytree import tree_structure
 from kernels.collectives import Alone, Link
 from kernels.kv_format import PagedVectors
 from kernels.lora import AdapterTable
-from models.batch import AnyCache, Batch, BatchShape, KVCache, LayerState, attention_cache, join_cache, layer_states
+from models.batch import (
+    WINDOW_FIELDS,
+    AnyCache,
+    Batch,
+    BatchShape,
+    KVCache,
+    LayerState,
+    attention_cache,
+    join_cache,
+    layer_states,
+)
 from models.causal_lm import CausalLM
 from models.exported.graph import ADAPTERS, STATES, STREAM, graph_inputs
 from models.layers.lora_target import LoRATarget
@@ -73,14 +83,19 @@ class FieldsBatch(Batch):
         # later stage uses the stream's number of rows.
         tokens, tables = fields.get(STREAM, fields["token_ids"]).shape[0], fields["block_tables"].shape
         features, outputs = fields["prompt_features"].shape[1], fields["output_rows"].shape[0]
-        adapted, states = tokens if ADAPTERS in fields else 0, tables[0] if STATES[0] in fields else 0
-        shape = BatchShape(tokens, tables[0], tables[1], features, outputs, adapted, states)
+        adapted = tokens if ADAPTERS in fields else 0
+        states, windowed = (tables[0] if name in fields else 0 for name in (STATES[0], "window_tables"))
+        shape = BatchShape(tokens, tables[0], tables[1], features, outputs, adapted, states, windowed)
         super().__init__(fields["token_ids"], shape, only_outputs_attend)
         self._fields = fields
         vars(self).update(fields)
 
     def select_output_rows(self) -> Batch:
         return FieldsBatch(self._fields, only_outputs_attend=True)
+
+    def select_window_blocks(self) -> Batch:
+        own = {field: self._fields[name] for name, field in WINDOW_FIELDS.items() if name in self._fields}
+        return FieldsBatch({**self._fields, **own}, self._only_outputs_attend)
 
     def adapter_slots_of(self, num_rows: int) -> Tensor | None:
         if not self.shape.num_adapted:
@@ -152,8 +167,9 @@ def trace(
         num_prompt_features=model.num_prompt_features,
         num_adapted=TRACED.num_tokens,
         num_states=TRACED.num_sequences,
+        num_windowed=TRACED.num_sequences,
     )
-    inputs = graph_inputs(model.config.capabilities.is_recurrent, adapted is not None)
+    inputs = graph_inputs(model, adapted is not None)
     layers = [] if adapted is None else adapted
     fields = {name: torch.zeros(shape.fields[name], dtype=torch.int64) for name in inputs}
     if model.before is not None:
@@ -162,7 +178,7 @@ def trace(
     stored += [state.new_zeros(NUM_STATE_SLOTS, *state.shape[1:]) for state in cache.states]
     tables = [list(vars(_empty_table(layer, cache.dtype)).values()) for layer in layers]
     any_size: dict[str, object] = {name: {0: Dim.DYNAMIC} for name in fields}
-    any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    any_size |= {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in fields if name.endswith("_tables")}
     any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in cache.tensors] + [{0: Dim.DYNAMIC} for _ in cache.states]
     any_table = [[dict.fromkeys(range(min(part.ndim, 2)), Dim.DYNAMIC) for part in table] for table in tables]
     arguments = fields, stored, tables

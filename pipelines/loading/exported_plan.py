@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig
 from conf.schema import ModelConfig, ParallelMode
 from kernels.collectives import Group, Neighbours
-from models.exported.description import Description, part_folder, read_description
+from models.exported.description import REMEDY, Description, part_folder, read_description
 from models.exported.model import ExportedLM
 from models.heads import HeadKind
 from models.sharding import ParallelLayout
@@ -44,10 +44,15 @@ def plan_exported(
 
 
 def shard_exported(plan: ModelPlan, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours) -> ModelPlan:
-    """Return the plan of the rank's part, which was exported separately. Arguments: as for `shard_plan`."""
+    """Return the plan of the rank's part, which was exported separately. Arguments: as for `shard_plan`.
+
+    Raises UserError if the rank has other windows than rank 0, which releases the blocks of all ranks.
+    """
     assert isinstance(plan.model, ExportedLM)
     folder = plan.source.checkpoint.path
     description = read_description(folder, parallel_layout.rank)
+    if description.windows != plan.model.description.windows:
+        raise UserError(f"{folder} is damaged (rank {parallel_layout.rank} has other windows than rank 0): {REMEDY}")
     has_head = plan.source.architecture.head is not HeadKind.none
     model = ExportedLM(description, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
     model.quantize_rows = plan.model.quantize_rows

@@ -58,8 +58,8 @@ def load_parts(plan: ModelPlan, tp: int, pp: int, steps: Steps) -> list[ShardExp
 
 def _loaded(plan: ModelPlan, steps: Steps) -> ShardExport:
     load_planned(plan)
-    formats, sizes = cache_formats(plan), (NUM_BLOCKS, BLOCK_SIZE)
-    cache = allocate_kv_cache(plan.model.layer_caches, *sizes, formats, plan.dtype, plan.device, NUM_STATE_SLOTS)
+    counts, settings = (NUM_STATE_SLOTS, NUM_BLOCKS), (cache_formats(plan), plan.dtype, plan.device)
+    cache = allocate_kv_cache(plan.model.layer_caches, NUM_BLOCKS, BLOCK_SIZE, *settings, *counts)
     results = steps.results(plan.model, cache)  # also fills the tables that the model computes once
     return ShardExport(plan.parallel_layout, plan.model, cache, results)
 

@@ -3,16 +3,15 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.lora import AdapterTable
 from models.adapters import adaptable_layers
-from models.batch import WINDOW_FIELDS, Batch, KVCache
+from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.exported.graph import ADAPTERS
 from models.layers.lora_target import LoRATarget
 from pipelines.engine.batch import prompt_batch
 
@@ -130,16 +129,24 @@ def _batches(vocab_size: int, num_features: int = 0, is_recurrent: bool = False)
     decode = later(ids[:3], [3, 1, 5], [[0], [1], [2]], [0, 1, 2, 3], [0, 1, 2])
     alone, last = prompts([1], [1], [[3]]), prompts([19], [1], [[4, 5]])
     continuation = later(ids[20:24], [19, 20, 21, 22], [[4, 5]], [0, 4], [3])
-    return [first, decode, alone, last, continuation]
+    return [_with_window_blocks(batch) for batch in (first, decode, alone, last, continuation)]
+
+
+def _with_window_blocks(batch: Batch) -> Batch:
+    """Return the step with other blocks for layers with windows, so that a wrong table gives other bits."""
+    offsets, last = batch.slots % BLOCK_SIZE, NUM_BLOCKS - 1
+    slots, tables = (last - batch.slots // BLOCK_SIZE) * BLOCK_SIZE + offsets, last - batch.block_tables
+    return _changed(batch, window_slots=slots.tolist(), window_tables=tables.tolist())
 
 
 def _adapted(batch: Batch) -> Batch:
     """Return the step with the first adapter, the second adapter and no adapter in rotation."""
     slots = [token % 3 - 1 for token in range(1, batch.shape.num_tokens + 1)]
-    fields = {
-        name: getattr(batch, name).tolist() for name in batch.shape.fields if name not in (ADAPTERS, *WINDOW_FIELDS)
-    }
-    return Batch.of(**fields, adapter_slots=slots)
+    return _changed(batch, adapter_slots=slots)
+
+
+def _changed(batch: Batch, **fields: Any) -> Batch:
+    return Batch.of(**{name: getattr(batch, name).tolist() for name in batch.shape.fields} | fields)
 
 
 def differing(tensors: Sequence[Tensor], other_tensors: Sequence[Tensor]) -> int | None:

@@ -40,6 +40,7 @@ struct Cache {
   Type dtype;  // of keys and values
   std::vector<CacheInput> inputs = {};
   std::vector<CacheVectors> vectors = {};
+  bool has_states = false, has_windows = false;
 
   // Reads the entries of export.json. The first tensor is number `first` of the graph's inputs. Raises Refused for an
   // unknown format.
@@ -48,6 +49,7 @@ struct Cache {
     for (size_t i = 0; i < entries.size(); ++i)
       if (!entries[i].is_null()) add_vectors(entries[i], i % 2 == 1, description["weights"].list());
     const Json *states = Json::find(description.object(), "states");
+    has_states = states != nullptr, has_windows = Json::find(description.object(), "windows") != nullptr;
     for (const Json &layer : states ? states->list() : Json::List())
       for (const Json &state : layer.list()) {
         add(float_type(state["dtype"].text()), {1}, true);

@@ -8,11 +8,11 @@
 
 #include "cache.h"
 
-// The inputs of a graph that come from a batch, in order; only recurrent models have the last three. The cache's tensors
-// follow, then the weights.
+// The inputs of a graph that come from a batch, in order. Only recurrent models have the fields of states, and only models
+// with windows the fields of windows. The cache's tensors follow, then the weights.
 enum Field : size_t {
   TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES,
-  STATE_READS, STATE_WRITES, STATE_ENDS, NUM_FIELDS
+  STATE_READS, STATE_WRITES, STATE_ENDS, WINDOW_SLOTS, WINDOW_TABLES, NUM_FIELDS
 };
 
 class Step;
@@ -73,10 +73,11 @@ class Step {
     require(number >= cache_.first_weight() && number < num_inputs_, "a weight argument is not a weight of the exported model");
     return tensor(argument);
   }
-  // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
-  // offsets.
-  const Tensor &field(std::string_view name, Field field) {
-    require((*this)[name].tensor() == field, std::string(name) + " is not the batch's field of this name");
+  // Returns a field of the batch, which may also be `other`. Raises Refused if the argument is another value: kernels use
+  // its numbers as memory offsets.
+  const Tensor &field(std::string_view name, Field field, std::optional<Field> other = {}) {
+    const size_t number = (*this)[name].tensor();
+    require(number == field || number == other, std::string(name) + " is not the batch's field of this name");
     return tensor(name);
   }
   // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe. They may have fewer
@@ -127,7 +128,13 @@ class Graph {
   Graph(const Json &graph, Cache cache_, const std::vector<Tensor> &weights) : cache(std::move(cache_)) {
     inputs.resize(cache.first_weight());
     inputs.insert(inputs.end(), weights.begin(), weights.end());
-    for (const Json &input : graph["inputs"].list()) new_value(input["as_tensor"]);
+    const auto is_absent = [&](size_t field) {  // the graph has no name for it
+      return field >= STATE_READS && field < NUM_FIELDS && !(field < WINDOW_SLOTS ? cache.has_states : cache.has_windows);
+    };
+    for (const Json &input : graph["inputs"].list()) {
+      while (is_absent(last_.size())) last_.push_back(0);
+      new_value(input["as_tensor"]);
+    }
     require(last_.size() == inputs.size(), "the inputs of its graph do not fit export.json");
     for (const Json &node : graph["nodes"].list()) {
       const std::string &target = node["target"].text();

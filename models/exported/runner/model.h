@@ -21,7 +21,6 @@ class Model {
     vocab_size_ = count(description["vocab_size"]), context_length_ = count(description["context_length"]);
     if (const Json &threshold = description["key_border"]; !threshold.is_null()) context_length_ = std::min(context_length_, count(threshold));
     for (const int64_t token : integers(description["eos_token_ids"])) ends_.insert(token);
-    is_recurrent_ = Json::find(description.object(), "states") != nullptr;
     const auto stored = read_weights(map_file(folder + "/weights.safetensors"));
     std::vector<Tensor> weights;
     for (const Json &weight_name : description["weights"].list()) {
@@ -29,7 +28,7 @@ class Model {
       require(weight != stored.end(), "it has no weight " + weight_name.text());
       weights.push_back(weight->second);
     }
-    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), Cache(description, is_recurrent_ ? NUM_FIELDS : STATE_READS), weights);
+    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), Cache(description, NUM_FIELDS), weights);
   }
 
   int64_t vocab_size() const { return vocab_size_; }
@@ -66,8 +65,9 @@ class Model {
     put(OUTPUT_ROWS, {1}, {num_tokens - 1});
     put(OUTPUT_STARTS, {2}, {0, 1});
     put(BLOCK_TABLES, {1, width}, table);
-    if (is_recurrent_)  // slot 0 of each state; -1: a new sequence has none
-      put(STATE_READS, {1}, {length_ > num_tokens ? 0 : -1}), put(STATE_WRITES, {1}, {0}), put(STATE_ENDS, {1}, {num_tokens});
+    put(STATE_READS, {1}, {length_ > num_tokens ? 0 : -1});  // slot 0 of each state; -1: a new sequence has none
+    put(STATE_WRITES, {1}, {0}), put(STATE_ENDS, {1}, {num_tokens});
+    put(WINDOW_SLOTS, {num_tokens}, positions), put(WINDOW_TABLES, {1, width}, table);  // all layers have the same blocks
     const Tensor logits = graph_->run();
     require(logits.data && logits.shape == Sizes{1, vocab_size_}, "its graph does not return logits");
     return logits;
@@ -76,7 +76,6 @@ class Model {
  private:
   static constexpr int64_t BLOCK_SIZE = 16;
   int64_t vocab_size_, context_length_, prompt_length_ = 0, length_ = 0, num_blocks_ = 0;
-  bool is_recurrent_ = false;
   std::set<int64_t> ends_;
   std::optional<Graph> graph_;
 

@@ -292,8 +292,8 @@ struct NewTokens {
   int64_t count;
 
   explicit NewTokens(Step &step)
-      : keys(step.cache_vectors("key_cache")), values(step.cache_vectors("value_cache")), slots(step.field("slots", SLOTS)), key(step.tensor("key")),
-        value(step.tensor("value")), count(slots.shape[0]) {
+      : keys(step.cache_vectors("key_cache")), values(step.cache_vectors("value_cache")), slots(step.field("slots", SLOTS, WINDOW_SLOTS)),
+        key(step.tensor("key")), value(step.tensor("value")), count(slots.shape[0]) {
     for (const auto &[x, cache_vectors] : {std::pair{key, keys}, {value, values}})
       require_fit(dtype_of(x.type) == cache_vectors.dtype && x.shape == Sizes{count, cache_vectors.num_heads, cache_vectors.channels});
   }
@@ -320,8 +320,8 @@ void rope_and_store(Step &step) {
 
 void paged_attention(Step &step) {
   const PagedVectors keys = step.cache_vectors("key_cache"), values = step.cache_vectors("value_cache", true);
-  const Tensor &tables = step.field("block_tables", BLOCK_TABLES), &lengths = step.field("context_lengths", CONTEXT_LENGTHS);
-  const Tensor &starts = step.field("query_starts", step["query_starts"].tensor() == OUTPUT_STARTS ? OUTPUT_STARTS : QUERY_STARTS);
+  const Tensor &tables = step.field("block_tables", BLOCK_TABLES, WINDOW_TABLES), &lengths = step.field("context_lengths", CONTEXT_LENGTHS);
+  const Tensor &starts = step.field("query_starts", QUERY_STARTS, OUTPUT_STARTS);
   const Tensor query = step.tensor("query");
   require_fit(query.rank() == 3 && dtype_of(query.type) == keys.dtype && query.shape[2] == keys.channels && query.shape[1] > 0);
   require_fit(values.channels > 0 && keys.num_heads == values.num_heads && query.shape[1] % keys.num_heads == 0);

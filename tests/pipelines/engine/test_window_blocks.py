@@ -1,5 +1,6 @@
 """Layers with windows keep only the blocks that the next tokens attend to, and every output is as with one pool."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType, RunConfig
 from conf.speculation import Speculate, SpeculationConfig
-from models.causal_lm import CacheContent
+from models.causal_lm import CacheContent, CausalLM
+from models.exported.description import EXPORT
 from models.layers.attention import Heads
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import CacheRoom, allocate_kv_cache, cache_room, choose_sizes, choose_window_blocks
@@ -27,10 +29,12 @@ from pipelines.loading.build_engine import build_engine
 from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import ReadyModel, resolve_model
+from pipelines.tasks import export_steps
 from tests.helpers.builders import generate, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import write_other
 from tests.helpers.divided import plan_of
+from tests.helpers.exports import Exports, exported
 from tests.helpers.kept_prefixes import DECODE, complete, keep
 
 KINDS = (
@@ -78,6 +82,13 @@ def outputs_of(engine: Engine, seed: int) -> list[object]:
     return outputs
 
 
+def grown(engine: Engine) -> list[object]:
+    """Return the tokens and log probabilities of three long requests that share no beginning."""
+    config = DecodeConfig(max_new_tokens=150, ignore_eos=True, logprobs=2)
+    outputs = generate(engine, [[token] * 200 for token in (3, 4, 5)], config)
+    return [[(row.token_ids, row.logprobs) for row in output.completions] for output in outputs]
+
+
 @each("family", ["gemma3", "gpt_oss", "llama4_text"], quick=["gemma3", "llama4_text"])
 def test_outputs_are_those_of_one_pool(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks, prefix hits, preemptions, forks, beams and drafts; with as few blocks as the sequences may need."""
@@ -88,6 +99,48 @@ def test_outputs_are_those_of_one_pool(family: str, tmp_path: Path, monkeypatch:
         engine = engine_with(tmp_path, True, *sizes, memory)
         assert 0 < engine.executor.cache.num_window_blocks < engine.num_blocks
         assert outputs_of(engine, seed) == expected
+
+
+@pytest.mark.long
+@each("family, memory", [("gemma3", "0.35MB"), ("gemma4", "0.6MB"), ("gpt_oss", "0.35MB"), ("llama4_text", "0.6MB")])
+def test_exports_have_the_blocks_and_outputs_of_their_checkpoints(
+    family: str,
+    memory: str,
+    exports: Exports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    preempted: list[SequenceGroup],
+) -> None:
+    """With separate blocks, of which three growing requests need more than there are, and with one pool."""
+    write_other(tmp_path, family, max_position_embeddings=1024)
+    made = exports.of(run_config(tmp_path))
+    monkeypatch.setattr(assembly, "AUTO_SEQUENCES", 3)
+    engine, exported_engine = (engine_with(folder, True, 16, 64, memory) for folder in (tmp_path, made))
+    sizes = [(loaded.num_blocks, loaded.executor.cache.num_window_blocks) for loaded in (engine, exported_engine)]
+    assert sizes[0] == sizes[1]
+    assert 0 < sizes[1][1] < sizes[1][0]
+    expected = [outputs_of(engine, 0), *grown(engine)]
+    preempted.clear()
+    assert [outputs_of(exported_engine, 0), *grown(exported_engine)] == expected
+    assert preempted
+    exported_engine.scheduler.check_integrity()
+    one_pool = engine_with(made, False, 16, 64, "8MB")
+    assert grown(one_pool) == expected[1:]
+
+
+@pytest.mark.long
+def test_an_export_of_an_earlier_version_has_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph has no inputs for the blocks of windows."""
+    write_other(tmp_path / "model", "gemma3", max_position_embeddings=1024)
+    run = run_config(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "longest_window", None)
+        patch.setattr(export_steps, "_with_window_blocks", lambda batch: batch)
+        made = exported(run, tmp_path / "made")
+    assert "windows" not in json.loads((made / EXPORT).read_text())
+    engine = engine_with(made, True, 16, 64, "8MB")
+    assert engine.executor.cache.num_window_blocks == 0
+    assert outputs_of(engine, 0) == outputs_of(engine_with(tmp_path / "model", True, 16, 64, "8MB"), 0)
 
 
 def test_a_sequence_owns_its_window_alone(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
 from conf.tasks import ConvertConfig, PredictConfig
-from models.batch import Batch, KVCache
+from models.batch import KVCache
 from models.exported import description, functions
 from models.exported.description import EXPORT, GRAPH, WEIGHTS, read_description
 from models.exported.graph import INPUTS
 from models.exported.model import GraphEmbedding
 from models.exported.reader import DTYPES, build_graph, read_graph
-from models.exported.trace import Traced, trace
+from models.exported.trace import FieldsBatch, Traced, trace
 from models.formats.manifest import verify_manifest
 from models.layers.norm import AddRMSNorm
 from pipelines.engine.kv_cache import allocate_kv_cache
@@ -253,12 +253,11 @@ def test_torch_loads_the_same_archive(export_folder: Path) -> None:
         read_graph(export_folder / GRAPH, description.sha256[GRAPH]),
         INPUTS,
         description.empty_cache(weights),
+        description.local_windows,
         own_weights,
         GraphEmbedding(description.embedding_dim),
     )
-    batch = Batch.__new__(Batch)
-    vars(batch).update(fields)
-    actual = graph.compute_hidden(batch, cache)
+    actual = graph.compute_hidden(FieldsBatch(fields), cache)
     assert actual.equal(hidden)
     assert graph.compute_logits(actual).equal(logits)
     assert all(mine.equal(other) for mine, other in zip(cache.tensors, stored, strict=True))

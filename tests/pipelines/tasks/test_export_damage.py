@@ -31,6 +31,7 @@ from pipelines.loading.load_engine import load_engine
 from pipelines.tasks import export_steps
 from tests.helpers.builders import generate, run_config
 from tests.helpers.cases import each
+from tests.helpers.catalog import link
 from tests.helpers.exports import A8W8, INT4, INT8_INT4_CACHE, Exports, llama
 from tests.helpers.hybrid_families import HYBRID
 
@@ -46,6 +47,12 @@ def recurrent_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("recurrent")
     HYBRID["lfm2"].write(folder, **HYBRID["lfm2"].variants[0])
     return exports.of(run_config(folder))
+
+
+@pytest.fixture(scope="module")
+def window_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an export whose second layer has a window of 8 tokens."""
+    return exports.of(run_config(link("qwen2", tmp_path_factory.mktemp("windows"))))
 
 
 @pytest.fixture
@@ -169,6 +176,11 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"weights": ["elsewhere"]}, "weights.safetensors is damaged .*elsewhere"),
         ({"weights": []}, "graph.pt2 is damaged"),
         ({"embedding_dim": 0}, "embedding_dim=0"),
+        ({"windows": [8]}, "export.json is damaged .windows are not null or a number above 0 for each of 2 layers"),
+        ({"windows": [None, 0]}, "export.json is damaged .windows are not null or a number above 0"),
+        ({"windows": [True, None]}, "export.json is damaged .windows are not null or a number above 0"),
+        ({"windows": 8}, "export.json is damaged .'int' object is not iterable"),
+        ({"windows": [None, 8]}, "graph.pt2 is damaged"),  # its graph has no blocks for windows
     ],
 )
 def test_damaged_descriptions(settings: dict[str, Any], line: str, export_folder: Path, copy: Path) -> None:
@@ -238,12 +250,18 @@ def step(export_folder: Path) -> Step:
     return step_of(export_folder)
 
 
+@pytest.fixture(scope="module")
+def window_step(window_folder: Path) -> Step:
+    return step_of(window_folder)
+
+
 def step_of(export_folder: Path) -> Step:
     model = load_engine(run_config(export_folder), 1).executor.model
     assert isinstance(model, ExportedLM)
     is_recurrent = model.config.capabilities.is_recurrent
     batch = export_steps._adapted(export_steps._batches(model.config.vocab_size, is_recurrent=is_recurrent)[0])
-    cache = allocate_kv_cache(model.layer_caches, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"), 8)
+    counts, settings = (8, 8), (model.kv_formats, torch.float32, torch.device("cpu"))
+    cache = allocate_kv_cache(model.layer_caches, 8, 16, *settings, *counts)
     for layer in adaptable_layers(model).values():
         outputs, inputs = layer.shape
         layer.adapters = AdapterTable.empty(2, 3, inputs, outputs, torch.float32, torch.device("cpu"))
@@ -259,12 +277,12 @@ def compute(graph: dict[str, Any], step: Step, file: str) -> Tensor:
     """Return logits [R, V] of a graph."""
     description, layers = step.model.description, [*adaptable_layers(step.model).values()]
     names, layers = (description.weights, []) if file == GRAPH else (description.adapted_weights, layers)
-    fields = graph_inputs(step.model.config.capabilities.is_recurrent, file == ADAPTED_GRAPH)
+    fields, embedding = graph_inputs(step.model, file == ADAPTED_GRAPH), GraphEmbedding(description.embedding_dim)
     weights = {name: step.weights[name] for name in names}
     for part in (*step.cache.tensors, *step.cache.states):
         part.zero_()
     cache = description.empty_cache(step.weights)
-    built = build_graph(graph, fields, cache, weights, GraphEmbedding(description.embedding_dim), layers)
+    built = build_graph(graph, fields, cache, description.local_windows, weights, embedding, layers)
     return built.compute_logits(built.compute_hidden(step.batch, step.cache), step.batch)
 
 
@@ -323,6 +341,41 @@ def table_to_another(graph: dict[str, Any]) -> None:
     give(node_of(graph, "embedding"), "weight", argument_of(node_of(graph, "lora_add"), "table_a"))
 
 
+def field_of_another_layer(operator: str, layer: int, argument: str, field: str) -> Callable[[dict[str, Any]], None]:
+    def harm(graph: dict[str, Any]) -> None:
+        give(node_of(graph, operator, layer), argument, {"as_tensor": {"name": f"fields_{field}"}})
+
+    return harm
+
+
+def values_of_another_layer(graph: dict[str, Any]) -> None:
+    first, second = node_of(graph, "paged_attention"), node_of(graph, "paged_attention", 1)
+    give(second, "value_cache_tensors", argument_of(first, "value_cache_tensors"))
+
+
+def wider_window(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "paged_attention", 1), "window", {"as_int": 9})
+
+
+def no_window(graph: dict[str, Any]) -> None:
+    give(node_of(graph, "paged_attention", 1), "window", {"as_none": True})
+
+
+WINDOW_HARMS = {
+    field_of_another_layer(operator, layer, argument, other): f"{argument} of {operator} are not computed by {own}"
+    for operator, argument, fields in (
+        ("paged_attention", "block_tables", ("block_tables", "window_tables")),
+        ("rope_and_store", "slots", ("slots", "window_slots")),
+    )
+    for layer, (own, other) in enumerate((fields, fields[::-1]))
+} | {
+    values_of_another_layer: "the keys and the values of paged_attention have different windows in export.json",
+    wider_window: "paged_attention has another window than its layer in export.json, 8 tokens",
+    no_window: "paged_attention has another window than its layer in export.json, 8 tokens",
+}
+"""Layers with windows have fewer blocks: the numbers of other layers' blocks are outside of theirs."""
+
+
 @each(
     "file, harm, line",
     [
@@ -340,11 +393,19 @@ def table_to_another(graph: dict[str, Any]) -> None:
             "an adapter argument is not the adapter table of a layer|no attribute 'layer'",
         ),
         (ADAPTED_GRAPH, table_to_another, "the cache or adapters are arguments of a function that does not take them"),
+        *((GRAPH, harm, line) for harm, line in WINDOW_HARMS.items()),
     ],
 )
 def test_hostile_graphs(
-    file: str, harm: Callable[[dict[str, Any]], None], line: str, export_folder: Path, step: Step
+    file: str,
+    harm: Callable[[dict[str, Any]], None],
+    line: str,
+    export_folder: Path,
+    step: Step,
+    window_folder: Path,
+    window_step: Step,
 ) -> None:
+    export_folder, step = (window_folder, window_step) if harm in WINDOW_HARMS else (export_folder, step)
     graph = graph_of(export_folder, file)
     harm(graph)
     with pytest.raises(DamagedGraphError, match=line):
@@ -501,6 +562,11 @@ def test_damaged_graphs_of_codes(quant: QuantConfig, exports: Exports, tmp_path:
 @pytest.mark.long
 def test_damaged_graphs_of_recurrent_layers(recurrent_folder: Path) -> None:
     check_places(GRAPH, recurrent_folder, step_of(recurrent_folder), 0.5)
+
+
+@pytest.mark.long
+def test_damaged_graphs_of_windows(window_folder: Path, window_step: Step) -> None:
+    check_places(GRAPH, window_folder, window_step, 0.5)
 
 
 def check_places(file: str, export_folder: Path, step: Step, share: float) -> None:

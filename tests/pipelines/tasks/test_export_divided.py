@@ -32,6 +32,7 @@ from pipelines.tasks.convert import run_convert
 from tests.helpers.adapters import outputs, write_adapter
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.cases import each
+from tests.helpers.catalog import write_other
 from tests.helpers.divided import assert_same_bits, plan_of, stage_steps, whole_steps
 from tests.helpers.divided_engines import close, parallel
 from tests.helpers.exports import (
@@ -49,6 +50,7 @@ from tests.helpers.exports import (
     prompts_for,
     without_families,
 )
+from tests.helpers.family import FULL, SLIDING
 from tests.helpers.rank_threads import run_ranks
 from tests.helpers.soft_prefixes import write_paddle, write_peft
 
@@ -56,8 +58,9 @@ pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the 
 
 # Layers with their own way of sharding, besides the checkpoint's, and positions given by marks in the prompt; with the
 # number of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions. The second
-# stage of lfm2 has no attention layer.
-CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2, "lfm2": 2}
+# stage of lfm2 has no attention layer, and the second stage of gemma3 no window.
+CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1}
+CHOSEN |= dict.fromkeys(("deepseek_v3", "chatglm", "lfm2", "gemma3"), 2)
 INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
 SCHEMES = [
     (A8W8, 2),
@@ -102,6 +105,19 @@ def test_processes_give_what_one_gives(
     actual = results_of(divided)
     close(divided)
     assert actual == expected
+
+
+@pytest.mark.long
+def test_ranks_have_blocks_for_windows(exports: Exports, tmp_path: Path) -> None:
+    """The first stage has no window, but it manages the blocks of the second."""
+    write_other(tmp_path, "cwm", layer_types=[FULL, SLIDING], num_hidden_layers=2, max_position_embeddings=1024)
+    run, prompts = run_config(tmp_path), [[*range(3, 90)] * 3, [5] * 70, [9]]
+    engines = load_engine(run, 3), load_engine(parallel(on_export(run, exports.of(run, pp=2)), 1, 2), 3)
+    expected, actual = (answers(engine, prompts) for engine in engines)
+    num_blocks, num_divided_blocks = (engine.executor.cache.num_window_blocks for engine in engines)
+    close(engines[1])
+    assert actual == expected
+    assert num_blocks == num_divided_blocks > 0
 
 
 @pytest.mark.long
@@ -262,6 +278,7 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
         (lambda content: content["part"]["outputs"].update(other=[[0, 1]]), "is damaged"),
         (lambda content: content["part"].update(absent=[3]), "or the name of an absent module"),
         (lambda content: content["part"].pop("absent"), "'absent'"),
+        (lambda content: content.update(windows=[8, None, None]), "rank 1 has other windows than rank 0"),
         (lambda content: content.pop("part"), "it lacks keys or values of a layer"),
     ],
 )  # fmt: skip
