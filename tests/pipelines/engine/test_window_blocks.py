@@ -46,7 +46,7 @@ KINDS = (
 SIZES = [  # block_size, max_batched_tokens, kv_cache_memory, the sequences that windows have blocks for
     (16, 256, "8MB", 16),
     (4, 16, "2MB", 3),
-    (16, 64, "0.6MB", 3),  # requests are preempted
+    (16, 64, "0.6MB", 3),
     (64, 128, "4MB", 4),
     (1, 37, "4MB", 3),
 ]
@@ -91,7 +91,7 @@ def grown(engine: Engine) -> list[object]:
 
 @each("family", ["gemma3", "gpt_oss", "llama4_text"], quick=["gemma3", "llama4_text"])
 def test_outputs_are_those_of_one_pool(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks, prefix hits, preemptions, forks, beams and drafts; with as few blocks as the sequences may need."""
+    """With chunks, prefix hits, forks, beams and drafts; with as few blocks as the sequences may need."""
     write_other(tmp_path, family, max_position_embeddings=1024)
     for seed, (*sizes, memory, num_sequences) in enumerate(SIZES):
         expected = outputs_of(engine_with(tmp_path, False, *sizes, "8MB"), seed)
