@@ -5,7 +5,8 @@ T tokens, E hidden channels, H query heads, N experts, K experts per token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
+from models.layers.rotary import read_rotary_config
 from models.layout import JoinedExperts, ModelLayout
 
 CHUNKED = "chunked_attention"
@@ -58,7 +60,10 @@ def read_config(config: ConfigReader) -> Llama4Config:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    shape = read_decoder_config(config, 1e-5, 131072)
+    shape = read_decoder_config(config, 1e-5, 131072, partial(read_rotary_config, default_theta=500000.0))
+    has_norm = config.get("use_qk_norm", bool, True)
+    if has_norm:  # it undoes yarn's factor
+        shape = replace(shape, rotary=replace(shape.rotary, attention_factor=1.0))
     layers = shape.num_hidden_layers
     turns = read_turns(config, layers)
     types = config.raw("layer_types")
@@ -74,7 +79,7 @@ def read_config(config: ConfigReader) -> Llama4Config:
         **vars(shape),
         turns=turns,
         windows=tuple(chunk if chunked else None for chunked in is_chunked),
-        use_qk_norm=config.get("use_qk_norm", bool, True),
+        use_qk_norm=has_norm,
         attention_bias=config.get("attention_bias", bool, False),
         growth=QueryGrowth(scale if config.raw("attn_temperature_tuning", True) else 0.0, length, offset=1),
         moe_layers=_read_moe_layers(config, layers),
