@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from conf.quantization import Activations
+from conf.quantization import GROUP_SIZES, Activations
 from kernels.linear import (
     BlockWeight,
     Float8Weight,
@@ -27,7 +27,6 @@ from kernels.linear import (
 )
 from kernels.linear.block_weight import UNIT
 from kernels.linear.gpu_weight import pack_fp4
-from kernels.linear.int_weight import GROUP_SIZES
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, quantize_rows
 from kernels.take_channels import take_channels
 from models.layers.linear_method import LinearMethod, Weight, take
@@ -196,11 +195,10 @@ class IntMethod(CodedMethod):
         size = self.scheme.weights.group_size or num_inputs
         if size == num_inputs:
             return size
-        kernel_size = next((kernel_size for kernel_size in GROUP_SIZES if size % kernel_size == 0), None)
-        if kernel_size is None:
-            supported = f"multiples of {GROUP_SIZES[-1]}, and whole rows"
-            raise UserError(f"groups of {size} input channels are not supported: only {supported}")
-        return kernel_size
+        sizes = [kernel_size for kernel_size in GROUP_SIZES if kernel_size > 0 and size % kernel_size == 0]
+        if not sizes:
+            raise UserError(f"groups of {size} input channels are not supported: only multiples of 32, and whole rows")
+        return max(sizes)
 
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
         activations = self.scheme.activations

@@ -6,7 +6,6 @@ encoding.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from models.config import ConfigReader
 from models.decoder import (
@@ -22,7 +21,6 @@ from models.families.granite import ScaledHead
 from models.layer_norm_decoder import ParallelLayer, RotaryLayerNormLM
 from models.layers.mlp import MLP
 from models.layers.norm import LayerNorm
-from models.layers.rotary import read_rotary_config
 from models.layout import ModelLayout
 
 FORM = {  # the form of the model in Cohere's own files
@@ -60,7 +58,7 @@ def read_config(config: ConfigReader) -> Cohere2Config:
 
 def read_shape(config: ConfigReader, theta: float = 10000.0) -> CohereShape:
     """Read the keys of both versions. `theta`: the default of rope_theta."""
-    shape = read_decoder_config(config, 1e-5, 8192, partial(read_rotary_config, default_theta=theta))
+    shape = read_decoder_config(config, 1e-5, 8192, theta=theta)
     config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
     return CohereShape(
         **vars(shape)

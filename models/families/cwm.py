@@ -1,14 +1,12 @@
 """Code World Model (arXiv 2510.02387): Llama with sliding windows in three of four layers."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
 from models.families.gemma2 import FULL, SLIDING, layer_windows
 from models.layers.mlp import MLP
-from models.layers.rotary import read_rotary_config
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ def read_config(config: ConfigReader) -> CwmConfig:
         raise UserError(
             "config.json: rope_parameters is missing: give rope_type, factor and the other settings of llama3"
         )
-    shape = read_decoder_config(config, 1e-5, 131072, partial(read_rotary_config, default_theta=1e6))
+    shape = read_decoder_config(config, 1e-5, 131072, theta=1e6)
     types = [SLIDING if i % 4 else FULL for i in range(shape.num_hidden_layers)]
     return CwmConfig(
         **vars(shape),

@@ -1,7 +1,6 @@
 """Helium (arXiv 2410.00037): Llama that rotates adjacent channels, with norms that round once."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from models.config import ConfigReader
@@ -9,7 +8,6 @@ from models.decoder import DecoderLayer, DecoderLM, InterleavedRopeAttention, re
 from models.families.llama import LlamaConfig
 from models.families.olmo2 import IN_FLOAT32
 from models.layers.mlp import MLP
-from models.layers.rotary import read_rotary_config
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,8 @@ def read_config(config: ConfigReader) -> HeliumConfig:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    read_rotary = partial(read_rotary_config, default_theta=100000.0)
     return HeliumConfig(
-        **vars(read_decoder_config(config, 1e-8, 4096, read_rotary)),
+        **vars(read_decoder_config(config, 1e-8, 4096, theta=1e5)),
         attention_bias=config.get("attention_bias", bool, False),
         mlp_bias=config.get("mlp_bias", bool, False),
     )

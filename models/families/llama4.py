@@ -6,7 +6,6 @@ T tokens, E hidden channels, H query heads, N experts, K experts per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.rotary import read_rotary_config
 from models.layout import JoinedExperts, ModelLayout
 
 CHUNKED = "chunked_attention"
@@ -60,7 +58,7 @@ def read_config(config: ConfigReader) -> Llama4Config:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    shape = read_decoder_config(config, 1e-5, 131072, partial(read_rotary_config, default_theta=500000.0))
+    shape = read_decoder_config(config, 1e-5, 131072, theta=5e5)
     has_norm = config.get("use_qk_norm", bool, True)
     if has_norm:  # it undoes yarn's factor
         shape = replace(shape, rotary=replace(shape.rotary, attention_factor=1.0))

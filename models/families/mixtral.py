@@ -1,7 +1,6 @@
 """Mixtral 8x7B and 8x22B: Mistral with mixtures of experts as feed-forward layers (arXiv 2401.04088)."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from conf.errors import UserError
 from models.capabilities import ModelCapabilities
@@ -9,7 +8,6 @@ from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock
-from models.layers.rotary import read_rotary_config
 from models.layers.sliding_window import read_window
 from models.layout import ModelLayout
 
@@ -28,7 +26,7 @@ def read_config(config: ConfigReader) -> MixtralConfig:
     experts, chosen = config.count("num_local_experts"), config.count("num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
-    shape = read_decoder_config(config, read_rotary=partial(read_rotary_config, default_theta=1e6))
+    shape = read_decoder_config(config, theta=1e6)
     return MixtralConfig(
         **vars(shape),
         sliding_window=read_window(config),
