@@ -7,6 +7,7 @@ vocabulary, R output rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -95,15 +96,17 @@ def read_decoder_config(
     config: ConfigReader,
     rms_norm_eps: float | None = None,
     max_position_embeddings: int | None = None,
-    read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
+    read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] | None = None,
     activations: tuple[str, ...] = ("silu",),
     intermediate_size: int | None = None,
+    theta: float = 10000.0,
 ) -> DecoderConfig:
     """Read the keys that these architectures share.
 
     rms_norm_eps, max_position_embeddings, intermediate_size: the defaults of architectures whose files may lack these
-    keys. `read_rotary` takes the arguments of `read_rotary_config`. `activations`: the supported values of hidden_act,
-    the default first. Raises UserError for a missing key, a wrong type or an unsupported value.
+    keys. `read_rotary` takes the arguments of `read_rotary_config`, which is used if it is None, with `theta` as the
+    default base. `activations`: the supported values of hidden_act, the default first. Raises UserError for a missing
+    key, a wrong type or an unsupported value.
     """
     config.activation(activations, activations[0])
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -117,6 +120,7 @@ def read_decoder_config(
             f"config.json: head_dim={head_dim} is odd, but rotary embedding rotates pairs of channels: give an even head_dim"
         )
     max_position_embeddings = config.count("max_position_embeddings", max_position_embeddings)
+    read_rotary = read_rotary or partial(read_rotary_config, default_theta=theta)
     return DecoderConfig(
         vocab_size=config.count("vocab_size"),
         num_hidden_layers=config.num_layers(),

@@ -7,14 +7,14 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from conf.quantization import Activations
+from conf.quantization import GROUP_SIZES, Activations
 from kernels.linear import (
     BlockWeight,
     Float8Weight,
@@ -174,12 +174,31 @@ class IntMethod(CodedMethod):
     """4- or 8-bit integer weights. Activations are floats, or 8-bit integers with a scale per token."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
-        return pack_codes(weight.codes, weight.scales, weight.zero_points, self.scheme.weights.bits)
+        """Each scale is repeated if the kernels have only smaller groups. Raises UserError for too small groups."""
+        repeats = (self.scheme.weights.group_size or self._shape[1]) // self._group_size
+        parts = weight.scales, weight.zero_points
+        scales, zero_points = (part if part is None else part.repeat_interleave(repeats, 1) for part in parts)
+        assert scales is not None
+        return pack_codes(weight.codes, scales, zero_points, self.scheme.weights.bits)
 
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
         w = self.scheme.weights
-        size = w.group_size or self._shape[1]
-        return IntWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric)
+        return IntWeight(tensors.pop("packed"), *self._shape, self._group_size, w.bits, has_zero_points=not w.symmetric)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return replace(self.scheme.weights, group_size=self._group_size).num_bytes(*self._shape)
+
+    @property
+    def _group_size(self) -> int:
+        """The largest groups of the kernels that divide the file's groups."""
+        num_inputs = self._shape[1]
+        size = self.scheme.weights.group_size or num_inputs
+        if size == num_inputs:
+            return size
+        sizes = [kernel_size for kernel_size in GROUP_SIZES if kernel_size > 0 and size % kernel_size == 0]
+        if not sizes:
+            raise UserError(f"groups of {size} input channels are not supported: only multiples of 32, and whole rows")
+        return max(sizes)
 
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
         activations = self.scheme.activations

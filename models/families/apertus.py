@@ -4,7 +4,6 @@ T tokens, F feed-forward channels.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from models.decoder import DecoderLayer as PreNormLayer
 from models.families.qwen3 import Attention
 from models.layers.mlp import UngatedMLP
 from models.layers.module import Module
-from models.layers.rotary import read_rotary_config
 from models.layout import ModelLayout
 
 
@@ -34,9 +32,8 @@ def read_config(config: ConfigReader) -> ApertusConfig:
         config.expect(key, (None, value), None)
     if not (config.raw("rope_parameters") or config.raw("rope_scaling")):
         raise UserError("config.json: rope_parameters is missing")
-    read_rotary = partial(read_rotary_config, default_theta=12e6)
     return ApertusConfig(
-        **vars(read_decoder_config(config, 1e-5, 65536, read_rotary, activations=("xielu",))),
+        **vars(read_decoder_config(config, 1e-5, 65536, activations=("xielu",), theta=12e6)),
         attention_bias=config.get("attention_bias", bool, False),
     )
 

@@ -5,7 +5,6 @@ T tokens, R output rows, E hidden channels, H heads, D channels per head.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from models.layers import mlp
 from models.layers.linear import Linear
 from models.layers.mlp import squared_relu
 from models.layers.norm import RMSNorm
-from models.layers.rotary import read_rotary_config
 from models.layers.tensor_parallel import ShardedChannels
 from models.layout import ModelLayout
 
@@ -37,10 +35,9 @@ def read_config(config: ConfigReader) -> BitNetConfig:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    read_rotary = partial(read_rotary_config, default_theta=5e5)
     activations = (SQUARED_RELU, SILU)
     return BitNetConfig(
-        **vars(read_decoder_config(config, 1e-5, 2048, read_rotary, activations)),
+        **vars(read_decoder_config(config, 1e-5, 2048, activations=activations, theta=5e5)),
         attention_bias=config.get("attention_bias", bool, False),
         mlp_bias=False,
         hidden_act=config.activation(activations, SQUARED_RELU),

@@ -24,7 +24,7 @@ class CohereConfig(CohereShape):
 
 def read_config(config: ConfigReader) -> CohereConfig:
     """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
-    return CohereConfig(**vars(read_shape(config)), use_qk_norm=config.get("use_qk_norm", bool, False))
+    return CohereConfig(**vars(read_shape(config, theta=5e5)), use_qk_norm=config.get("use_qk_norm", bool, False))
 
 
 class HeadNorm(Module):

@@ -56,8 +56,9 @@ def read_config(config: ConfigReader) -> Cohere2Config:
     return Cohere2Config(**vars(read_shape(config)), windows=read_patterned_windows(config, full_every=4))
 
 
-def read_shape(config: ConfigReader) -> CohereShape:
-    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
+def read_shape(config: ConfigReader, theta: float = 10000.0) -> CohereShape:
+    """Read the keys of both versions. `theta`: the default of rope_theta."""
+    shape = read_decoder_config(config, 1e-5, 8192, theta=theta)
     config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
     return CohereShape(
         **vars(shape)

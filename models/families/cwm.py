@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from conf.errors import UserError
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
 from models.families.gemma2 import FULL, SLIDING, layer_windows
@@ -18,7 +19,11 @@ def read_config(config: ConfigReader) -> CwmConfig:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    shape = read_decoder_config(config, 1e-5, 131072)
+    if config.raw("rope_parameters") is None and config.raw("rope_scaling") is None:
+        raise UserError(
+            "config.json: rope_parameters is missing: give rope_type, factor and the other settings of llama3"
+        )
+    shape = read_decoder_config(config, 1e-5, 131072, theta=1e6)
     types = [SLIDING if i % 4 else FULL for i in range(shape.num_hidden_layers)]
     return CwmConfig(
         **vars(shape),

@@ -26,7 +26,7 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.rotary import Angles, read_rotary_config
+from models.layers.rotary import Angles
 from models.layout import JoinedExperts, ModelLayout
 
 
@@ -51,10 +51,9 @@ def read_config(config: ConfigReader) -> GptOssConfig:
         )
     for key in ("experts_per_token", "initial_context_length"):  # copies in OpenAI's files
         config.raw(key)
-    read_rotary = partial(read_rotary_config, default_theta=150000.0)
     types = [FULL if i % 2 else SLIDING for i in range(config.num_layers())]
     return GptOssConfig(
-        **vars(read_decoder_config(config, 1e-5, 131072, read_rotary)),
+        **vars(read_decoder_config(config, 1e-5, 131072, theta=150000.0)),
         windows=layer_windows(config, types, 128),
         num_local_experts=experts,
         num_experts_per_tok=chosen,

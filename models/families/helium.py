@@ -21,7 +21,7 @@ def read_config(config: ConfigReader) -> HeliumConfig:
     Raises UserError for missing, mistyped or unsupported values.
     """
     return HeliumConfig(
-        **vars(read_decoder_config(config, 1e-8, 4096)),
+        **vars(read_decoder_config(config, 1e-8, 4096, theta=1e5)),
         attention_bias=config.get("attention_bias", bool, False),
         mlp_bias=config.get("mlp_bias", bool, False),
     )

@@ -5,7 +5,7 @@ T tokens, E hidden channels, H query heads, N experts, K experts per token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,10 @@ def read_config(config: ConfigReader) -> Llama4Config:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
-    shape = read_decoder_config(config, 1e-5, 131072)
+    shape = read_decoder_config(config, 1e-5, 131072, theta=5e5)
+    has_norm = config.get("use_qk_norm", bool, True)
+    if has_norm:  # it undoes yarn's factor
+        shape = replace(shape, rotary=replace(shape.rotary, attention_factor=1.0))
     layers = shape.num_hidden_layers
     turns = read_turns(config, layers)
     types = config.raw("layer_types")
@@ -74,7 +77,7 @@ def read_config(config: ConfigReader) -> Llama4Config:
         **vars(shape),
         turns=turns,
         windows=tuple(chunk if chunked else None for chunked in is_chunked),
-        use_qk_norm=config.get("use_qk_norm", bool, True),
+        use_qk_norm=has_norm,
         attention_bias=config.get("attention_bias", bool, False),
         growth=QueryGrowth(scale if config.raw("attn_temperature_tuning", True) else 0.0, length, offset=1),
         moe_layers=_read_moe_layers(config, layers),

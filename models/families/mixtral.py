@@ -26,7 +26,7 @@ def read_config(config: ConfigReader) -> MixtralConfig:
     experts, chosen = config.count("num_local_experts"), config.count("num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
-    shape = read_decoder_config(config)
+    shape = read_decoder_config(config, theta=1e6)
     return MixtralConfig(
         **vars(shape),
         sliding_window=read_window(config),

@@ -3,7 +3,7 @@
 T tokens, D channels per head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -35,8 +35,9 @@ def read_config(config: ConfigReader) -> NanochatConfig:
 
     Raises UserError for missing, mistyped or unsupported values.
     """
+    shape = read_decoder_config(config, 1e-6, 2048, activations=("relu2",))
     return NanochatConfig(
-        **vars(read_decoder_config(config, 1e-6, 2048, activations=("relu2",))),
+        **vars(shape) | {"rotary": replace(shape.rotary, attention_factor=1.0)},  # the norms undo yarn's factor
         attention_bias=config.get("attention_bias", bool, False),
         final_logit_softcapping=read_soft_cap(config, "final_logit_softcapping", 15.0),
     )

@@ -131,18 +131,34 @@ def _rope_of_text(scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    changed = dict(settings)
-    for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
-        names = settings.get(key)
-        if isinstance(names, list):
-            texts = [name for name in names if not (isinstance(name, str) and f"{name}.".startswith(OTHER_TOWERS))]
-            changed[key] = [text_name(name) if isinstance(name, str) else name for name in texts]
-            if unclear := [name for name in changed[key] if "language_model" in str(name)]:
-                raise UserError(
-                    f"{where}: quantization_config: {key}: {unclear[0]!r} does not show "
-                    "which modules of the text it names: give their full names"
-                )
+    keys = ("ignore", "modules_to_not_convert", "ignored_layers")
+    changed = settings | {key: _names_in_text(settings[key], key, where) for key in keys if key in settings}
+    groups = settings.get("config_groups")
+    if isinstance(groups, dict):
+        changed["config_groups"] = {
+            name: group | {"targets": _names_in_text(group["targets"], f"{name}: targets", where)}
+            if isinstance(group, dict) and "targets" in group
+            else group
+            for name, group in groups.items()
+        }
     return changed
+
+
+def _names_in_text(names: Any, key: str, where: str) -> Any:
+    """Return a list of modules without modules of other towers, with their names in a text checkpoint.
+
+    Raises UserError for an expression with the name of the text model.
+    """
+    if not isinstance(names, list):
+        return names
+    texts = [name for name in names if not (isinstance(name, str) and f"{name}.".startswith(OTHER_TOWERS))]
+    texts = [text_name(name) if isinstance(name, str) else name for name in texts]
+    if unclear := [name for name in texts if "language_model" in str(name)]:
+        raise UserError(
+            f"{where}: quantization_config: {key}: {unclear[0]!r} does not show "
+            "which modules of the text it names: give their full names"
+        )
+    return texts
 
 
 def text_name(name: str) -> str:

@@ -216,7 +216,7 @@ def _read_yarn(scaling: ConfigReader, factor: float) -> dict[str, Any]:
     return {
         "beta_fast": scaling.positive("beta_fast", 32.0),
         "beta_slow": scaling.positive("beta_slow", 1.0),
-        "truncate": scaling.get("truncate", bool, True),
+        "truncate": scaling.raw("truncate", True) is not None and scaling.get("truncate", bool, True),  # null is false
         "attention_factor": _yarn_attention_factor(scaling, factor),
         "mscale_all_dim": _positive_or_zero(scaling, "mscale_all_dim"),
     }
@@ -282,7 +282,7 @@ def _yarn(c: RotaryConfig) -> Tensor:
     if c.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, c.head_dim - 1)
-    ramp = (torch.arange(c.head_dim // 2, device="cpu").float() - low) / (high - low if high > low else 0.001)
+    ramp = (torch.arange(c.head_dim // 2, device="cpu").float() - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     frequencies = _frequencies(c.theta, c.head_dim)
     return frequencies / c.factor * (1 - kept) + frequencies * kept

@@ -60,11 +60,12 @@ class CompressedTensors:
         return weight_layout(layer.shape, group.scheme, group.is_packed, tensor_shapes)
 
     def _group(self, name: str) -> _Group | None:
-        """Return the layer's group, or None. A target with the layer's name has priority over a target with its class."""
+        """Return the layer's group, or None. The layer's name is the best target, then an expression, then its class."""
         if any(_matches(target, name) for target in self.ignore):
             return None
-        named = [group for group in self.groups if any(_matches(target, name) for target in group.targets)]
-        return next(iter([*named, *(group for group in self.groups if "Linear" in group.targets)]), None)
+        by_target = {target: group for group in self.groups for target in group.targets}
+        matching = (group for target, group in by_target.items() if _matches(target, name))
+        return by_target.get(name) or next(matching, by_target.get("Linear"))
 
 
 def _matches(target: str, name: str) -> bool:
@@ -105,8 +106,9 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
     strategy = weights.expect("strategy", strategies, "channel")
     weights.expect("dynamic", (False,), False)
     weights.expect("block_structure", (None,), None)
-    symmetric = weights.get("symmetric", bool, True)
     bits = weights.expect("num_bits", (8, 4) if kind is CodeKind.INT else (8,), 8)
+    if not (symmetric := weights.get("symmetric", bool, True)) and bits == 8:
+        raise UserError(f"quantization_config: {name}: symmetric=false is not supported with num_bits=8: only with 4")
     group_size = weights.count("group_size") if strategy == "group" else None
     _refuse_unknown(weights, f"{name}.weights")
     file_format = group.expect("format", (None, *FORMATS), None) or general
@@ -352,7 +354,8 @@ class CompressedWeight:
         if self.scheme.weights.symmetric:
             return None
         if not self.is_packed:
-            return of_type(tensors, "weight_zero_point", torch.int8)
+            zero_points = of_type(tensors, "weight_zero_point", torch.int8)
+            return zero_points + 8 if self.scheme.weights.bits == 4 else zero_points
         packed = of_type(tensors, "weight_zero_point", torch.int32)
         return unpack(packed.T, self.scheme.weights.bits, self.shape[0]).T + 8
 

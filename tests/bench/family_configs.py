@@ -183,7 +183,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their 
     "bitnet": {**LLAMA, "num_hidden_layers": 12, "vocab_size": 128256},
     "codegen": {**GPTJ, "vocab_size": 51200},
     "cohere": {**LLAMA, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "vocab_size": 128000},
-    "cwm": {**LLAMA, "head_dim": 128, "sliding_window": 8192, "vocab_size": 128256},
+    "cwm": {**LLAMA, "head_dim": 128, "sliding_window": 8192, "rope_scaling": LLAMA3, "vocab_size": 128256},
     "dots1": {
         **{**LLAMA, "num_hidden_layers": 5, "head_dim": 128, "vocab_size": 152064, "sliding_window": None},
         **{"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 704},

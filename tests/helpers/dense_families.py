@@ -70,13 +70,19 @@ DENSE = {
             {"sliding_window": 6, "num_hidden_layers": 5},
             {"layer_types": [SLIDING, FULL], "sliding_window": 9, "mlp_bias": True},
         ],
-        read=[({}, {"windows": (None, 8192)})],
-        refused=[NOT_SILU, ({"layer_types": [FULL]}, "layer_types=.* is not 2 times 'sliding_attention' or 'full_att")],
+        config={"rope_scaling": LLAMA3},
+        read=[({}, {"windows": (None, 8192), "rotary.theta": 1e6})],
+        refused=[
+            NOT_SILU,
+            ({"layer_types": [FULL]}, "layer_types=.* is not 2 times 'sliding_attention' or 'full_att"),
+            ({"rope_scaling": LEFT_OUT}, "rope_parameters is missing: give rope_type, factor and the other settings"),
+        ],
     ),
     "helium": Family(
         "HeliumForCausalLM",
         sizes={**BASE, "head_dim": 16},
         variants=[{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
+        read=[({}, {"rotary.theta": 1e5})],
         refused=[NOT_SILU, THREE_KEYS],
     ),
     "gemma": Family(

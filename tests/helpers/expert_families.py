@@ -230,6 +230,7 @@ EXPERTS = {
             {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
             {"num_experts_per_tok": 3, "use_qk_norm": False, "attn_temperature_tuning": False},
             {
+                "rope_parameters": {**YARN, "rope_theta": 500.0},
                 "num_hidden_layers": 2,
                 "no_rope_layers": [1, 0],
                 "layer_types": [FULL, "chunked_attention"],
@@ -239,6 +240,7 @@ EXPERTS = {
                 "attn_scale": 0.3,
             },
         ],
+        read=[({}, {"rotary.theta": 5e5})],
         refused=[
             NOT_SILU,
             ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
@@ -371,6 +373,7 @@ EXPERTS = {
             {"num_local_experts": 8, "head_dim": 24},
             {"num_local_experts": 8, "tie_word_embeddings": True, "rope_theta": 500.0},
         ],
+        read=[({}, {"rotary.theta": 1e6})],
         refused=[
             NOT_SILU,
             ({"num_local_experts": None}, "num_local_experts is missing"),

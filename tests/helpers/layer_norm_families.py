@@ -2,7 +2,7 @@
 architecture."""
 
 from tests.helpers.dense_families import LLAMA3
-from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, THREE_KEYS, Family
+from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, THREE_KEYS, YARN, Family
 
 NOT_RELU2 = ({"hidden_act": "silu"}, "hidden_act='silu' is not supported: only 'relu2'")
 XIELU = {"hidden_act": "xielu", "rope_parameters": {"rope_type": "default", "rope_theta": 12e6}}
@@ -42,6 +42,7 @@ WITH_LAYER_NORMS = {
             {},
             {"attention_bias": True, "final_logit_softcapping": None, "tie_word_embeddings": True, "rope_theta": 500.0},
             {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "final_logit_softcapping": 2.0},
+            {"rope_parameters": {**YARN, "rope_theta": 500.0}},
         ],
         refused=[NOT_RELU2, THREE_KEYS, ({"final_logit_softcapping": -1}, "final_logit_softcapping=-1")],
     ),
@@ -65,6 +66,7 @@ WITH_LAYER_NORMS = {
             {"logit_scale": 0.3, "rope_theta": 5e5},
             {"tie_word_embeddings": False, "attention_bias": True, "layer_norm_eps": 1e-3, "num_key_value_heads": 1},
         ],
+        read=[({}, {"rotary.theta": 5e5})],
         refused=[NOT_SILU, THREE_KEYS, ({"logit_scale": 0}, r"logit_scale=0\.0 is not a number from 1e-30")],
     ),
     "stablelm": Family(

@@ -298,6 +298,8 @@ def test_two_spellings_at_once_are_refused() -> None:
         {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128},
         {"rope_scaling": {"type": "default", "factor": 1.0}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "original_max_position_embeddings": 64},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": None}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1}},  # no ramp
     ],
 )
 def test_spellings_that_are_found_turn_as_in_transformers(values: dict[str, Any]) -> None:

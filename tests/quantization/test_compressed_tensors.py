@@ -14,6 +14,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_targets
 from torch import Tensor
 
 from conf.errors import UserError
@@ -130,6 +131,13 @@ def test_a_round_trip_keeps_every_code_and_scale(name: str) -> None:
     assert back.weight.scales.equal(weight.weight.scales.expand_as(back.weight.scales))
     assert back.weight.dequantize().equal(weight.weight.dequantize())
     assert (back.input_scale is None) == (weight.input_scale is None)
+    if weight.weight.zero_points is not None:  # the package also stores such codes unpacked
+        signed = {"weight": weight.weight.codes - 8, "weight_zero_point": weight.weight.zero_points - 8}
+        signed["weight_scale"] = tensors["weight_scale"]
+        config = QuantizationConfig.model_validate(write_config({LAYER.name: SCHEMES[name]}, [], permuted=False))
+        plain = IntQuantizationCompressor.decompress(dict(signed), config.config_groups["group_0"])["weight"]
+        unpacked = CompressedWeight(SHAPE, SCHEMES[name], False, shapes(signed)).read(signed)
+        assert unpacked.weight.dequantize().equal(plain)
 
 
 def test_act_order_survives_a_round_trip() -> None:
@@ -201,6 +209,10 @@ def test_an_impossible_group_index() -> None:
             {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "rotation": 1}}}},
             "group_0.weights has settings that are not known: rotation",
         ),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": False}}}},
+            "group_0: symmetric=false is not supported with num_bits=8: only with 4",
+        ),
     ],
 )
 def test_unknown_settings(change: dict[str, Any], message: str) -> None:
@@ -222,6 +234,20 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
     assert list(shapes.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
+    # A name is the best target, then an expression, then the class. The last group of a target replaces earlier groups.
+    formats = {"int4": ["re:.*mlp.*"], "int8": ["Linear"], "a8w8 dynamic": ["model.layers.0.mlp.up_proj"]}
+    formats |= {"int4 per channel": ["Linear"]}
+    groups = {}
+    for name, targets in formats.items():
+        (group,) = write_config({LAYER.name: SCHEMES[name]}, [], permuted=False)["config_groups"].values()
+        groups[name] = group | {"targets": targets}
+    values = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"), [])
+    assert config is not None
+    by_target = {target: name for name, targets in formats.items() for target in targets}
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"):
+        expected = by_target[match_targets(name, torch.nn.Linear(1, 1), by_target)[0]]
+        assert config.scheme(LinearSpec(name, SHAPE, False, False), {}) == SCHEMES[expected]
 
 
 @each(

@@ -1,6 +1,7 @@
 """AutoAWQ's and GPTQ's layouts compared with their definitions in plain loops."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -336,10 +337,23 @@ def test_damaged_tensors(method: str, tensor_name: str, tensor: Tensor | None, m
         engine_of(packed)
 
 
-def test_groups_that_do_not_divide_a_layer(tmp_path: Path) -> None:
-    packed, _ = write_twins(tmp_path, AWQ | {"group_size": 24}, lambda name, weight: awq_tensors(weight, 32))
-    with pytest.raises(UserError, match="q_proj: groups of 24 do not divide the 64 input channels of a weight"):
-        engine_of(packed)
+def test_groups_that_the_kernels_lack(tmp_path: Path) -> None:
+    """Groups of 96 inputs are three groups of 32. Two groups of 48 are not groups of 64 and 32."""
+    for size, problem in (
+        (24, "q_proj: groups of 24 do not divide the 64 input channels of a weight"),
+        (16, "_proj: groups of 16 input channels are not supported: only multiples of 32, and whole rows"),
+        (48, "_proj: groups of 48 input channels are not supported: only multiples of 32, and whole rows"),
+    ):
+        encode = partial(lambda size, name, weight: awq_tensors(weight, size), 32 if size == 24 else size)
+        sizes = {"hidden_size": 96} if size == 48 else {}
+        packed, _ = write_twins(tmp_path / str(size), AWQ | {"group_size": size}, encode, **sizes)
+        with pytest.raises(UserError, match=problem):
+            engine_of(packed)
+    sizes = {"hidden_size": 96, "intermediate_size": 192}
+    twins = write_twins(
+        tmp_path / "96", AWQ | {"group_size": 96}, lambda name, weight: awq_tensors(weight, 96), **sizes
+    )
+    assert_same_model(*twins)
 
 
 def test_random_weights_of_a_quantised_checkpoint(tmp_path: Path) -> None:

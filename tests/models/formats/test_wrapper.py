@@ -152,6 +152,10 @@ def test_lists_of_modules_name_those_of_the_text() -> None:
             "quant_method": "fp8",
             key: ["model.layers.0.mlp.down_proj", "lm_head", "lm_head", "re:.*mlp.gate$"],
         }
+    groups = {"group_0": {"targets": ["Linear", "language_model.model.layers.0.mlp.up_proj"], "weights": {}}}
+    values = text_config(MISTRAL3 | {"quantization_config": {"config_groups": groups}}, "config.json").values
+    (group,) = values["quantization_config"]["config_groups"].values()
+    assert group == {"targets": ["Linear", "model.layers.0.mlp.up_proj"], "weights": {}}
 
 
 @each(
@@ -161,6 +165,10 @@ def test_lists_of_modules_name_those_of_the_text() -> None:
         (
             {"quantization_config": {"ignore": ["re:.*language_model.*q_proj"]}},
             r"quantization_config: ignore: 're:\.\*language_model\.\*q_proj' does not show which modules of the text",
+        ),
+        (
+            {"quantization_config": {"config_groups": {"group_0": {"targets": ["re:.*language_model.*"]}}}},
+            r"quantization_config: group_0: targets: 're:\.\*language_model\.\*' does not show which modules of the text",
         ),
     ],
 )
