@@ -16,9 +16,10 @@ from kernels.linear.block_weight import KINDS
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import OutputAxis, StoredWeight, WritableLayout
+from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout, WritableLayout
 from quantization.layouts.checks import channel_order, divided, finite, of_type, positive, scalar_shape
 from quantization.layouts.fp4 import SCALE_DTYPES, FP4Weight, warn_of_float_activations
+from quantization.layouts.fp8 import Fp8Weight, read_block
 from quantization.layouts.kv_cache import write_kv_cache_scheme
 from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
@@ -41,6 +42,8 @@ class _Group:
     targets: tuple[str, ...]
     scheme: LinearScheme
     is_packed: bool
+    block: tuple[int, int] | None = None
+    """Output and input channels of a block of float8 weights with one scale."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class CompressedTensors:
         group = self._group(layer.name)
         return group.scheme if group else None
 
-    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         group = self._group(layer.name)
         assert group is not None
+        if group.block is not None:
+            return Fp8Weight(layer.shape, group.block, False, tensor_shapes)
         return weight_layout(layer.shape, group.scheme, group.is_packed, tensor_shapes)
 
     def _group(self, name: str) -> _Group | None:
@@ -102,21 +107,22 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
     if weights.raw("type") == "float" and weights.raw("num_bits") == 4:
         return _read_fp4_group(group, weights, name, general)
     kind = CodeKind(weights.expect("type", ("int", "float"), "int").replace("float", "fp8"))
-    strategies = ("channel", "tensor", "group") if kind is CodeKind.INT else ("channel", "tensor")
+    strategies = ("channel", "tensor", "group" if kind is CodeKind.INT else "block")
     strategy = weights.expect("strategy", strategies, "channel")
     weights.expect("dynamic", (False,), False)
-    weights.expect("block_structure", (None,), None)
+    block = read_block(weights, "block_structure") if strategy == "block" else None
+    weights.expect("block_structure", (None,) if block is None else ([*block],), None)
     bits = weights.expect("num_bits", (8, 4) if kind is CodeKind.INT else (8,), 8)
     if not (symmetric := weights.get("symmetric", bool, True)) and bits == 8:
         raise UserError(f"quantization_config: {name}: symmetric=false is not supported with num_bits=8: only with 4")
-    group_size = weights.count("group_size") if strategy == "group" else None
+    group_size = weights.count("group_size") if strategy == "group" else block and block[1]
     _refuse_unknown(weights, f"{name}.weights")
     file_format = group.expect("format", (None, *FORMATS), None) or general
     scheme = LinearScheme(
         WeightFormat(bits, kind, symmetric, group_size, per_tensor=strategy == "tensor"),
-        _read_activations(group.section("input_activations"), kind, name),
+        _read_activations(group.section("input_activations"), kind, name, block),
     )
-    return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), scheme, file_format == PACKED)
+    return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), scheme, file_format == PACKED, block)
 
 
 def _read_fp4_group(group: ConfigReader, weights: ConfigReader, name: str, general: str) -> _Group:
@@ -137,14 +143,20 @@ def _read_fp4_group(group: ConfigReader, weights: ConfigReader, name: str, gener
     return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), LinearScheme(of_blocks(kind.name)), True)
 
 
-def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) -> Activations:
+def _read_activations(
+    config: ConfigReader | None, kind: CodeKind, name: str, block: tuple[int, int] | None
+) -> Activations:
     if config is None:
         return Activations.none
     config.expect("num_bits", (8,), 8)
     config.expect("type", ("int",) if kind is CodeKind.INT else ("float",), "int")
     config.expect("symmetric", (True,), True)
     dynamic = config.get("dynamic", bool, False)
-    config.expect("strategy", ("token",) if dynamic else ("tensor",), "token" if dynamic else "tensor")
+    if block is not None:
+        config.expect("dynamic", (True,), None)
+        config.expect("group_size", (block[1],), None)
+    strategy = "group" if block else "token" if dynamic else "tensor"
+    config.expect("strategy", (strategy,), strategy)
     _refuse_unknown(config, f"{name}.input_activations")
     return Activations.dynamic if dynamic else Activations.static
 

@@ -56,13 +56,18 @@ def read_fp8(config: ConfigReader) -> Fp8:
     for key in NO_EFFECT:
         config.raw(key)
     activations = Activations[config.expect("activation_scheme", ("dynamic", "static"), "dynamic")]
-    block = config.raw("weight_block_size")
-    if block is None:
+    if config.raw("weight_block_size") is None:
         return Fp8(None, activations)
-    if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
-        raise UserError(f"quantization_config: weight_block_size={block!r} is not a list of two numbers above 0")
     config.expect("activation_scheme", ("dynamic",), "dynamic")
-    return Fp8((block[0], block[1]), activations)
+    return Fp8(read_block(config, "weight_block_size"), activations)
+
+
+def read_block(config: ConfigReader, key: str) -> tuple[int, int]:
+    """Return (B, C). Raises UserError for another value."""
+    block = config.raw(key)
+    if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+        raise UserError(f"quantization_config: {key}={block!r} is not a list of two numbers above 0")
+    return block[0], block[1]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import FP8_BLOCK
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DeepseekV3ForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
@@ -54,6 +56,15 @@ def rounded(x: Tensor, config: dict[str, Any]) -> Tensor:
     return out
 
 
+def compressed_blocks(block: list[int]) -> dict[str, Any]:
+    """Return the settings of compressed-tensors for these blocks, as the package writes them."""
+    group = QuantizationScheme(targets=["Linear"], **FP8_BLOCK)
+    assert group.weights is not None
+    assert group.input_activations is not None
+    group.weights.block_structure, group.input_activations.group_size = block, block[1]
+    return QuantizationConfig(config_groups={"blocks": group}, format="float-quantized").model_dump(mode="json")
+
+
 def read(
     config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]
 ) -> tuple[LinearScheme, StoredWeight]:
@@ -71,7 +82,13 @@ def read(
 @each("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE])
 def test_weights_are_transformers(config: dict[str, Any], shape: tuple[int, int]) -> None:
     tensors, expected = encode(config, random(*shape) * torch.linspace(0.1, 3, shape[1]))
-    assert read(config, tensors, shape)[1].weight.dequantize().equal(expected)  # the same products of two numbers
+    scheme, stored = read(config, tensors, shape)
+    assert stored.weight.dequantize().equal(expected)  # the same products of two numbers
+    if block := config.get("weight_block_size"):
+        tensors["weight_scale"] = tensors.pop("weight_scale_inv")
+        same, again = read(compressed_blocks(block), tensors, shape)
+        assert same == scheme
+        assert again.weight.dequantize().equal(expected)
 
 
 @each("shape", [(128, 256), (130, 384), (72, 200)])
