@@ -79,7 +79,7 @@ ARCHITECTURES = {
     "cwm": Architecture("Code World Model", "cwm.read_config", "cwm.Cwm"),
     "deepseek_v2": Architecture("DeepSeek-V2", "deepseek_config.read_config_v2", "deepseek.Deepseek", INV_FREQ),
     "deepseek_v3": Architecture("DeepSeek-V3, R1", "deepseek_config.read_config_v3", "deepseek.Deepseek", INV_FREQ),
-    "dots1": Architecture("dots.llm1", "dots1.read_config", "glm4_moe.Glm4Moe"),
+    "dots1": Architecture("dots.llm1", "dots1.read_config", "dots1.Dots1"),
     "ernie3_5": Architecture("Ernie 3.5 SE, in PaddleNLP's layout", "ernie3_5.read_config", "ernie3_5.Ernie35"),
     "ernie4_5": Architecture("Ernie 4.5", "ernie4_5.read_config", "ernie4_5.Ernie45"),
     "ernie4_5_moe": Architecture("Ernie 4.5 MoE", "ernie4_5_moe.read_config", "ernie4_5_moe.Ernie45Moe"),

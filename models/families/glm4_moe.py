@@ -1,5 +1,6 @@
 """GLM-4.5, 4.5-Air and 4.6 (arXiv 2508.06471): grouped-query attention, and DeepSeek-V3's mixtures of experts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,8 +51,11 @@ class Glm4Moe(DecoderLM):
     config: Glm4MoeConfig
     float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")
 
-    def __init__(self, c: Glm4MoeConfig) -> None:
-        super().__init__(c, (DecoderLayer(c, _attention(c), _mlp(c, sparse)) for sparse in c.layer_kinds))
+    def __init__(self, c: Glm4MoeConfig, attentions: Iterable[nn.Module] | None = None) -> None:
+        """`attentions`: of the layers, if they differ from GLM-4.5's."""
+        attentions = attentions or (_attention(c) for _ in c.layer_kinds)
+        layers = zip(attentions, c.layer_kinds, strict=True)
+        super().__init__(c, (DecoderLayer(c, attention, _mlp(c, sparse)) for attention, sparse in layers))
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

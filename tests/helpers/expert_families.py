@@ -77,13 +77,10 @@ EXPERTS = {
             {"first_k_dense_replace": 1},
             {"n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
             {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+            {"attention_bias": True, "sliding_window": 6, "max_window_layers": 1},
         ],
-        read=[({"sliding_window": 8, "max_window_layers": 3}, {"use_qk_norm": True})],
-        refused=[
-            NOT_SILU,
-            ({"sliding_window": 8, "max_window_layers": 2}, "sliding_window is not supported for dots1"),
-            ({"attention_bias": True}, "attention_bias=True is not supported: only False, None"),
-        ],
+        read=[({"sliding_window": 8, "max_window_layers": 2}, {"windows": (None, None, 8), "use_qk_norm": True})],
+        refused=[NOT_SILU],
     ),
     "exaone_moe": Family(
         "ExaoneMoeForCausalLM",
