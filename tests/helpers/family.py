@@ -1,6 +1,7 @@
 """The tests' description of an architecture: its class in transformers, small models of it, and refused values of its
 config.json."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ class Family:
     def write(self, folder: Path, **settings: Any) -> Any:
         """Write a random float32 model, and return transformers' model of it."""
         model_class = getattr(family_twins, self.model, None) or getattr(transformers, self.model)
-        return write_random(folder, model_class(model_class.config_class(**{**self.sizes, **settings})))
+        values = copy.deepcopy({**self.sizes, **settings})  # transformers changes the dicts of rope_parameters
+        return write_random(folder, model_class(model_class.config_class(**values)))
 
     def json(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return a config.json."""
