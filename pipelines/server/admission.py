@@ -61,7 +61,8 @@ class Admission:
     ) -> None:
         """`refused` is called with the reason of each rejection."""
         self._engine = engine
-        self._max_sequences = config.replicas * config.batch_size + config.max_waiting
+        self.max_sequences = config.replicas * config.batch_size + config.max_waiting
+        """The most sequences that run and wait."""
         self._max_tokens = config.max_waiting_tokens
         self._refused = refused
         self._now = now
@@ -75,11 +76,11 @@ class Admission:
 
         Raises ApiError: 429 if the server is full, 400 if the request can never fit.
         """
-        if num_sequences > self._max_sequences:
-            limit = f"serve.batch_size and serve.max_waiting allow {self._max_sequences}"
+        if num_sequences > self.max_sequences:
+            limit = f"serve.batch_size and serve.max_waiting allow {self.max_sequences}"
             raise ApiError(400, f"the request has {num_sequences} sequences, but {limit}: send it in parts", param="n")
         self._note()
-        if self._num_sequences + num_sequences > self._max_sequences:
+        if self._num_sequences + num_sequences > self.max_sequences:
             raise self._full("sequences", f"{self._num_sequences} sequences run or wait")
         self.check(1)  # a request has at least one token
         if (wait := self._wait_s()) is not None and wait > timeout_s:

@@ -73,6 +73,11 @@ class EngineSession:
         """The loaded model with the request's adapter or soft prefix. Raises ApiError (503) without a model."""
         return loaded(self._engine).with_named(*self.named)
 
+    @property
+    def max_sequences(self) -> int:
+        """The most sequences of a request."""
+        return self._admission.max_sequences
+
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
         """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503).
 

@@ -177,13 +177,14 @@ async def _pooled(
 ) -> tuple[list[list[float]], int]:
     """Return the output of each prompt, and the number of tokens of all prompts.
 
-    IN_ENGINE prompts are encoded and computed at a time. All prompts may be much longer than the body: each pair has the
-    whole query.
+    At most IN_ENGINE prompts are encoded and computed at a time. All prompts may be much longer than the body: each pair
+    has the whole query.
     """
     salt, num_tokens = cache_salt(session.context.key, None), 0
     outputs: list[list[float]] = []
-    for first in range(0, len(prompts), IN_ENGINE):
-        part = [await encode() for encode in prompts[first : first + IN_ENGINE]]
+    size = min(IN_ENGINE, session.max_sequences)
+    for first in range(0, len(prompts), size):
+        part = [await encode() for encode in prompts[first : first + size]]
         num_tokens += sum(map(len, part))
         session.submit([SubmitPooled(0, prompt, cache_salt=salt, **session.named._asdict()) for prompt in part])
         try:
@@ -202,9 +203,9 @@ def _in_engine(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:
 
 
 POOLED_ROUTES = (
-    Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _in_engine),
-    Route(ClassifyRequest, classify, Classes, "classify-", _in_engine),
-    Route(PoolingRequest, pooling, PooledOutputs, "pool-", _in_engine),
-    Route(RerankRequest, rerank, Ranking, "rerank-", _in_engine),
-    Route(ScoreRequest, score, Scores, "score-", _in_engine),
+    Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _in_engine, in_parts=True),
+    Route(ClassifyRequest, classify, Classes, "classify-", _in_engine, in_parts=True),
+    Route(PoolingRequest, pooling, PooledOutputs, "pool-", _in_engine, in_parts=True),
+    Route(RerankRequest, rerank, Ranking, "rerank-", _in_engine, in_parts=True),
+    Route(ScoreRequest, score, Scores, "score-", _in_engine, in_parts=True),
 )

@@ -24,6 +24,8 @@ class Route(NamedTuple):
     """Whether the body and the server's settings can ask for several samples of a prompt. False: one sample."""
     statuses: tuple[int, ...] = ()
     """Further statuses of responses."""
+    in_parts: bool = False
+    """Whether the prompts of a request are computed in parts, as many at a time as the server takes."""
 
     def num_sequences(self, body: Any, decode: Mapping[str, Any]) -> int:
         """Return the number of sequences of a request. `decode`: the server's defaults."""

@@ -79,10 +79,11 @@ def _handler(
         try:
             if is_background and kept is not None:
                 return await kept.start(session, body, seconds)
+            num_sequences = route.num_sequences(body, session.info.decode)
             return EngineResponse(
                 service,
                 session,
-                route.num_sequences(body, session.info.decode),
+                min(num_sequences, session.max_sequences) if route.in_parts else num_sequences,
                 seconds,
                 lambda engine_session: route.answer(body, engine_session, chat),
             )

@@ -333,12 +333,12 @@ def test_a_request_takes_a_place_for_each_of_its_sequences(
         ("/v1/completions", {"model": "tiny", "prompt": [[11], [12]], "max_tokens": 3} | asked, 2),
     ):
         service = service_of(FakeEngine(decode=decode), batch_size=1, max_waiting=0)
-        service.admission._max_sequences = num_prompts * num_places - 1
+        service.admission.max_sequences = num_prompts * num_places - 1
         refused = ask("POST", path, service, json=body)
         assert refused.status_code == 400
         assert f"the request has {num_prompts * num_places} sequences" in refused.text
         service = service_of(FakeEngine(decode=decode), batch_size=1, max_waiting=0)
-        service.admission._max_sequences = num_prompts * num_places
+        service.admission.max_sequences = num_prompts * num_places
         assert ask("POST", path, service, json=body).status_code == 200
 
 

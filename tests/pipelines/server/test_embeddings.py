@@ -133,6 +133,9 @@ def check_few_are_encoded_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = ["b"] * 2 * IN_ENGINE
     assert ask("POST", "/rerank", service, json={"query": "a", "documents": documents}).status_code == 200
     assert before == [i // IN_ENGINE * IN_ENGINE for i in range(len(documents) + 1)]
+    small = service_of(FakeEngine(pooled="vector"), batch_size=2, max_waiting=3)  # takes five sequences at once
+    answer = ask("POST", "/rerank", small, json={"query": "a", "documents": documents})
+    assert len(answer.json()["results"]) == len(documents)
 
 
 async def score_without_tokenizer() -> None:
