@@ -127,7 +127,7 @@ def float_files(files: list[WeightFile]) -> list[WeightFile]:
     states = {name.partition(STATE)[0]: _read_state(holders, name) for name in holders if STATE in name}
     if not states:
         return files
-    warn_once(f"the {len(states)} weights of bitsandbytes are unpacked to floats, which take four times the memory")
+    warn_once(f"the {len(states)} weights of bitsandbytes are unpacked to floats, which take more memory")
     return [BitsAndBytesFile(file, states, holders) for file in files]
 
 

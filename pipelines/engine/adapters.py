@@ -108,7 +108,7 @@ class Adapters:
             raise UserError(f"adapter {id.name} was unloaded since the request was made: make the request again")
 
     def load(self, name: str, folder: Path, in_use: Container[AdapterId | None], is_pinned: bool = False) -> None:
-        """Read an adapter. Replaces an adapter of the same name. `is_pinned`: see `AdapterSlots.pin`.
+        """Read an adapter, and replace a loaded adapter of the same name. `is_pinned`: see `AdapterSlots.pin`.
 
         Raises UserError as `read_adapter` does, if an adapter of this name is in use, if the tables do not fit into
         memory, for a smoothed model whose fold scales are unknown, and if another rank cannot load the adapter. In the

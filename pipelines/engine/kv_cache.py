@@ -165,8 +165,8 @@ def choose_window_blocks(
 ) -> int:
     """Return the number of blocks of the layers with windows; 0: as many as other layers have, which need no more.
 
-    `needed_blocks`: enough for all requests, one step and the kept prompts. An automatic cache has no more, another one also keeps windows
-    of earlier prompts. `wanted_blocks`: as for `choose_sizes`.
+    `needed_blocks`: enough for all requests, one step and the kept prompts. An automatic cache has no more. A cache whose
+    size the user gives also keeps windows of earlier prompts. `wanted_blocks`: as for `choose_sizes`.
     """
     windowed = [room for room in rooms if room.window_bytes_per_token]
     if not windowed or any(room.bytes_per_slot for room in rooms):

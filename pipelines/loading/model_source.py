@@ -102,9 +102,9 @@ def replace_model_path(model: ModelConfig, folder: Path) -> ModelConfig:
 def resolve_model(config: ModelConfig, head: HeadKind | None = HeadKind.vocabulary) -> ModelSource:
     """Open the checkpoint of `model.path`. With `model.verify` all its files are first compared with the manifest.
 
-    `head`: the head that the task needs; None: the checkpoint's own, which is no head for an embedding model. Raises
-    UserError if there is no checkpoint, if it is damaged, if its architecture is not supported, and if it lacks a
-    vocabulary head that is needed.
+    `head`: the head that the task needs. None: the checkpoint's own head; an embedding model has none. Raises UserError
+    if the checkpoint is missing or damaged, if its architecture is not supported, and if the task needs a vocabulary head
+    that it lacks.
     """
     path = find_checkpoint(
         config.path, config.weights is Weights.checkpoint, config.allow_pickle, config.hub, config.revision

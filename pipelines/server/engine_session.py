@@ -13,6 +13,7 @@ from pipelines.replicas.served_adapters import ServedAdapter
 from pipelines.server.admission import Admission, WaitingPrompt
 from pipelines.server.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.server.api.generation import Named, RequestContext
+from pipelines.server.api.pooling import IN_ENGINE
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record
 from pipelines.server.responses.store import ResponseStore
@@ -74,9 +75,9 @@ class EngineSession:
         return loaded(self._engine).with_named(*self.named)
 
     @property
-    def max_sequences(self) -> int:
-        """The most sequences of a request."""
-        return self._admission.max_sequences
+    def max_part(self) -> int:
+        """The most prompts at a time of a request that is computed in parts."""
+        return min(IN_ENGINE, self._admission.max_sequences)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
         """Send prompts to the engine. The session's earlier prompts must have ended. Raises ApiError (429, 503).

@@ -13,7 +13,6 @@ from pipelines.server.api.errors import bad_request
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.pooled_prompts import PooledBody, TextEncoder
 from pipelines.server.api.pooling import (
-    IN_ENGINE,
     ClassifyRequest,
     EmbeddingRequest,
     PooledInputs,
@@ -177,14 +176,13 @@ async def _pooled(
 ) -> tuple[list[list[float]], int]:
     """Return the output of each prompt, and the number of tokens of all prompts.
 
-    At most IN_ENGINE prompts are encoded and computed at a time. All prompts may be much longer than the body: each pair
-    has the whole query.
+    Prompts are encoded and computed in parts, because together they may be much longer than the body: each pair has the
+    whole query.
     """
     salt, num_tokens = cache_salt(session.context.key, None), 0
     outputs: list[list[float]] = []
-    size = min(IN_ENGINE, session.max_sequences)
-    for first in range(0, len(prompts), size):
-        part = [await encode() for encode in prompts[first : first + size]]
+    for first in range(0, len(prompts), session.max_part):
+        part = [await encode() for encode in prompts[first : first + session.max_part]]
         num_tokens += sum(map(len, part))
         session.submit([SubmitPooled(0, prompt, cache_salt=salt, **session.named._asdict()) for prompt in part])
         try:
@@ -198,14 +196,14 @@ async def _pooled(
     return outputs, num_tokens
 
 
-def _in_engine(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:
-    return min(body.num_prompts, IN_ENGINE)
+def _num_prompts(body: EmbeddingRequest | PooledInputs | PairsRequest) -> int:
+    return body.num_prompts
 
 
 POOLED_ROUTES = (
-    Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _in_engine, in_parts=True),
-    Route(ClassifyRequest, classify, Classes, "classify-", _in_engine, in_parts=True),
-    Route(PoolingRequest, pooling, PooledOutputs, "pool-", _in_engine, in_parts=True),
-    Route(RerankRequest, rerank, Ranking, "rerank-", _in_engine, in_parts=True),
-    Route(ScoreRequest, score, Scores, "score-", _in_engine, in_parts=True),
+    Route(EmbeddingRequest, embeddings, Embeddings, "embd-", _num_prompts, in_parts=True),
+    Route(ClassifyRequest, classify, Classes, "classify-", _num_prompts, in_parts=True),
+    Route(PoolingRequest, pooling, PooledOutputs, "pool-", _num_prompts, in_parts=True),
+    Route(RerankRequest, rerank, Ranking, "rerank-", _num_prompts, in_parts=True),
+    Route(ScoreRequest, score, Scores, "score-", _num_prompts, in_parts=True),
 )

@@ -25,7 +25,7 @@ class Route(NamedTuple):
     statuses: tuple[int, ...] = ()
     """Further statuses of responses."""
     in_parts: bool = False
-    """Whether the prompts of a request are computed in parts, as many at a time as the server takes."""
+    """Whether the prompts of a request are computed in parts of at most `EngineSession.max_part`."""
 
     def num_sequences(self, body: Any, decode: Mapping[str, Any]) -> int:
         """Return the number of sequences of a request. `decode`: the server's defaults."""

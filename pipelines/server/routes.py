@@ -83,7 +83,7 @@ def _handler(
             return EngineResponse(
                 service,
                 session,
-                min(num_sequences, session.max_sequences) if route.in_parts else num_sequences,
+                min(num_sequences, session.max_part) if route.in_parts else num_sequences,
                 seconds,
                 lambda engine_session: route.answer(body, engine_session, chat),
             )

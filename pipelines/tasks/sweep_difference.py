@@ -43,7 +43,8 @@ def _inputs(samples: dict[Key, Sample]) -> dict[Key, str]:
 
 
 def samples_of(job: SweepJob) -> dict[Key, Sample]:
-    """Return the samples of a row's jobs. Leaves out a folder without metrics of evaluate, whose samples may be of an earlier sweep."""
+    """Return the samples of a row's jobs, except of folders without metrics of evaluate: an earlier sweep may have
+    written their samples."""
     samples: dict[Key, Sample] = {}
     for folder in job.folders:
         if read_job(folder, "").number("evaluate_s") is not None and (folder / SAMPLES).is_file():

@@ -23,7 +23,7 @@ METHOD = "bitnet"
 SCALE = "weight_scale"
 PER_BYTE = 4  # codes
 SMALLEST_SCALE = 1e-5
-HEADS = "lm_head", "embed_out", "output"  # stay floats
+HEAD = "lm_head"  # stays floats
 SCHEME = LinearScheme(WeightFormat(4), Activations.dynamic)
 
 
@@ -61,7 +61,7 @@ def read_bitnet(config: ConfigReader) -> BitNet:
         config.raw(key)
     linear_class = config.expect("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     mode = config.expect("quantization_mode", ("offline", "online"), "offline")
-    floats = config.raw("modules_to_not_convert") or [*HEADS]
+    floats = config.raw("modules_to_not_convert") or [HEAD]
     if not isinstance(floats, list) or not all(isinstance(name, str) for name in floats):
         raise UserError(f"quantization_config: modules_to_not_convert={floats!r} is not a list of names")
     is_online = linear_class == "autobitlinear" and mode == "online"

@@ -115,7 +115,8 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
     bits = weights.expect("num_bits", (8, 4) if kind is CodeKind.INT else (8,), 8)
     if not (symmetric := weights.get("symmetric", bool, True)) and bits == 8:
         raise UserError(f"quantization_config: {name}: symmetric=false is not supported with num_bits=8: only with 4")
-    group_size = weights.count("group_size") if strategy == "group" else block and block[1]
+    size_of_block = block[1] if block else None
+    group_size = weights.count("group_size") if strategy == "group" else size_of_block
     _refuse_unknown(weights, f"{name}.weights")
     file_format = group.expect("format", (None, *FORMATS), None) or general
     scheme = LinearScheme(
