@@ -111,8 +111,8 @@ class Adapters:
         """Read an adapter, and replace a loaded adapter of the same name. `is_pinned`: see `AdapterSlots.pin`.
 
         Raises UserError as `read_adapter` does, if an adapter of this name is in use, if the tables do not fit into
-        memory, for a smoothed model whose fold scales are unknown, and if another rank cannot load the adapter. In the
-        last case the replaced adapter is lost; in all other cases nothing changes.
+        memory, and if the fold scales of a smoothed model are unknown. Then nothing changes. Also raises UserError if
+        another rank cannot load the adapter. Then the replaced adapter is lost.
         """
         if self._smoothed_by is not None:
             problem = f"adapter {name} was trained on activations that {self._smoothed_by} has scaled in this model"
